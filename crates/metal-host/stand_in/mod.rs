@@ -5,8 +5,8 @@
 //!
 //! It is stricter than a GPU where Metal leaves freedom:
 //!
-//! - Memory is at other addresses than the device says, new memory is full of NaN, and the contents
-//!   of private buffers cannot be asked for.
+//! - Memory is at other addresses than the device reports, new memory is full of NaN, and the
+//!   contents of private buffers cannot be asked for.
 //! - Nothing runs before its command buffer is committed, and what no barrier orders runs last to
 //!   first.
 //! - Function constants that a library declares have to be set, with their types.

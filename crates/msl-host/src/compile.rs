@@ -181,7 +181,7 @@ impl Compiler {
     /// Checks MSL with real, distinct address spaces, without running it.
     ///
     /// # Errors
-    /// What clang says.
+    /// The output of clang.
     pub fn typecheck(&self, name: &str, msl: &str) -> Result<(), Error> {
         let generated = generate(&self.preprocess(name, msl)?)?;
         let folder = self.scratch()?;

@@ -24,7 +24,7 @@ pub struct Generated {
     pub kernels: Vec<String>,
     /// The function constants in it, by name.
     pub constants: BTreeMap<String, u32>,
-    /// The most threads of a threadgroup, by kernel, where the source limits them.
+    /// Maximum threads of a threadgroup, by kernel, if the source limits them.
     pub thread_limits: BTreeMap<String, u32>,
 }
 
@@ -69,7 +69,7 @@ struct Generator<'a> {
 /// Rewrites preprocessed MSL.
 ///
 /// # Errors
-/// If something has a form that the generator does not know; the message says what and where.
+/// If something has a form that the generator does not know; the message names it and its place.
 pub fn generate(source: &str) -> Result<Generated, Error> {
     let mut generator = Generator {
         source,

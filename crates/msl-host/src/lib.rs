@@ -28,7 +28,7 @@ use std::fmt;
 /// Why something did not work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
-    /// There is no clang here, or it is too old; the reason says what is missing.
+    /// There is no clang here, or it is too old; the reason names what is missing.
     Unavailable(String),
     /// The source has a form that the generator does not know, or clang does not accept it.
     Source(String),

@@ -254,8 +254,8 @@ fn the_sanitizer_sees_what_is_past_the_end() {
     let clean = run("nothing_is_past_the_end");
     assert!(clean.status.success(), "{}", String::from_utf8_lossy(&clean.stderr));
     let faulty = run("one_float_is_past_the_end");
-    let said = String::from_utf8_lossy(&faulty.stderr);
-    assert!(!faulty.status.success() && said.contains("heap-buffer-overflow"), "{said}");
+    let message = String::from_utf8_lossy(&faulty.stderr);
+    assert!(!faulty.status.success() && message.contains("heap-buffer-overflow"), "{message}");
 }
 
 #[test]

@@ -45,7 +45,7 @@ impl Place for Cuda {
         storage: &'a CudaStorage,
         layout: &Layout,
     ) -> Result<(Tensor<'a, DeviceMemory>, SyncOnDrop<'a>)> {
-        match (&storage.slice, self.format.of(argument)) {
+        match (&storage.slice, self.format.for_argument(argument)) {
             (Slice::U8(slice), Some(format)) => {
                 let Elements { shape, strides } = elements(argument, layout, format)?;
                 let (address, guard) = slice.device_ptr(&self.stream);
@@ -130,12 +130,12 @@ unsafe fn view_mut<'a>(
     unsafe { TensorMut::from_device_address(address, dtype, layout.dims(), strides) }.map_err(wrap)
 }
 
-/// The GPU of a device of candle's, which keeps the kernels that were loaded: one a context.
+/// The GPU of a device of candle's, which keeps the kernels that were loaded: one per context.
 fn gpu(stream: &CudaStream) -> Result<Arc<Gpu>> {
     static GPUS: OnceLock<Mutex<HashMap<usize, Arc<Gpu>>>> = OnceLock::new();
     let context = stream.context();
     let mut gpus =
-        GPUS.get_or_init(Mutex::default).lock().expect("nobody panics while it is locked");
+        GPUS.get_or_init(Mutex::default).lock().expect("no thread panics while it is locked");
     if let Some(gpu) = gpus.get(&(context.cu_ctx() as usize)) {
         return Ok(Arc::clone(gpu));
     }

@@ -142,7 +142,7 @@ pub fn flash_attn_alibi_windowed_softcap(
 /// `candle_flash_attn::flash_attn_varlen`: sequences one after the other. `q` is `[total, Hq, D]`,
 /// `k` and `v` are `[total, Hkv, D]`; `seqlens_q` and `seqlens_k` are cumulative lengths `[B + 1]`.
 ///
-/// On a GPU, the host does not read the lengths and plans for the longest ones that are said. On
+/// On a GPU, the host does not read the lengths and plans for the given maximum lengths. On
 /// the CPU they are read, and `max_seqlen_q` and `max_seqlen_k` are not used.
 ///
 /// # Errors
@@ -295,7 +295,7 @@ pub fn flash_attn_varlen_paged_windowed(
 ) -> Result<Tensor> {
     if let Some(ranges) = mm_prefix_ranges {
         let found = format!("given, of shape {:?}", ranges.dims());
-        return Err(refuse("mm_prefix_ranges", found, "none; a mask says the same"));
+        return Err(refuse("mm_prefix_ranges", found, "none; a mask has the same effect"));
     }
     if k.rank() != 4 || k.dims()[1] != page_block_size {
         let allowed = format!("[blocks, {page_block_size}, Hkv, D], as page_block_size says");

@@ -61,7 +61,7 @@ impl CacheFormat {
     }
 
     /// The format of an operand's bytes; `None` for those that have none.
-    pub(crate) fn of(&self, argument: &str) -> Option<regard::DType> {
+    pub(crate) fn for_argument(&self, argument: &str) -> Option<regard::DType> {
         match argument {
             "k" => self.keys,
             "v" => self.values,

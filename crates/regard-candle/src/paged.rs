@@ -23,24 +23,24 @@ pub struct CacheShape {
     pub block_size: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Head dim of keys and of values; of a latent cache, that of its rows.
+    /// Head dim of keys and of values; of a latent cache, the length of its rows.
     pub head_dim: usize,
 }
 
-/// Keys and values of every layer, in pages: two pools `[blocks, block_size, Hkv, D]` a layer.
+/// Keys and values of every layer, in pages: two pools `[blocks, block_size, Hkv, D]` per layer.
 ///
-/// Which block belongs to whom is the business of a [`regard::paged::PageAllocator`], whose
-/// sequences span all layers; this is the memory. A step of an engine is
+/// This is the memory only: a [`regard::paged::PageAllocator`], whose sequences span all layers,
+/// assigns blocks to sequences. A step of an engine is
 /// [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`append`](PagedCache::append)
 /// and [`attention`](PagedCache::attention). On a GPU all of them queue work on candle's stream.
 ///
 /// [`PagedCache::latent`] is the cache of multi-head latent attention (MLA), as DeepSeek's models
-/// have it: one pool a layer, whose rows are keys and whose rows' first elements are values.
+/// have it: one pool per layer, whose rows are keys and whose rows' first elements are values.
 #[derive(Debug, Clone)]
 pub struct PagedCache {
     shape: CacheShape,
     pools: Vec<[Tensor; 2]>,
-    /// How the bytes of pools are meant, if they are no floats.
+    /// The format of the bytes of pools, if they are no floats.
     format: CacheFormat,
     /// Scales of each layer's keys and values, `[blocks, block_size, Hkv]`, where they are codes.
     scales: Vec<[Option<Tensor>; 2]>,
@@ -52,7 +52,7 @@ impl PagedCache {
     /// Empty pools. On Linux, memory is taken as pages are first written.
     ///
     /// # Errors
-    /// If the device has not that much memory.
+    /// If the device has too little memory.
     pub fn new(shape: CacheShape, dtype: DType, device: &Device) -> Result<PagedCache> {
         let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = shape;
         let pool = || Tensor::zeros((blocks, block_size, kv_heads, head_dim), dtype, device);
@@ -77,8 +77,8 @@ impl PagedCache {
     /// ```
     ///
     /// # Errors
-    /// If the format of keys or of values is none, the head dim is not a whole number of its
-    /// blocks, or the device has not that much memory.
+    /// If the format of keys or of values is none, the head dim is not a multiple of its
+    /// block, or the device has too little memory.
     pub fn with_format(
         shape: CacheShape,
         format: CacheFormat,
@@ -120,7 +120,7 @@ impl PagedCache {
     /// `value_dim` 512, and one key/value head. [`PagedCache::write_latent`] fills it.
     ///
     /// # Errors
-    /// If `value_dim` exceeds the head dim, or the device has not that much memory.
+    /// If `value_dim` exceeds the head dim, or the device has too little memory.
     pub fn latent(
         shape: CacheShape,
         value_dim: usize,
@@ -154,7 +154,7 @@ impl PagedCache {
         self.memory().map(bytes).sum()
     }
 
-    /// How the bytes of pools are meant, if they are no floats.
+    /// The format of the bytes of pools, if they are no floats.
     pub fn format(&self) -> CacheFormat {
         self.format
     }
@@ -177,7 +177,8 @@ impl PagedCache {
         }
     }
 
-    /// Does what [`Step::copies`](regard::paged::Step::copies) says, in every layer, in that order.
+    /// Makes the copies of [`Step::copies`](regard::paged::Step::copies), in every layer, in that
+    /// order.
     ///
     /// # Errors
     /// If a block or a slot lies outside the pools. Nothing is copied then.
@@ -234,11 +235,11 @@ impl PagedCache {
         pool.inplace_op2(rows, &WriteRows(slots))
     }
 
-    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, where the tables of these
-    /// options say ([`attention_of_step`](crate::attention_of_step)): as the last tokens of their
+    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, by the tables of these
+    /// options ([`attention_of_step`](crate::attention_of_step)): as the last tokens of their
     /// sequences. A token whose entry of the block table names no block is dropped.
     ///
-    /// On a GPU this is one launch per layer, and reads tables where they lie.
+    /// On a GPU this is one launch per layer, and reads the tables in place.
     ///
     /// # Errors
     /// If there is no such layer, a shape or type does not fit the cache, or a table is missing or
@@ -401,7 +402,7 @@ impl PagedCache {
         execution.plan(q, keys, values, &self.complete(layer, attention))
     }
 
-    /// The options with what the cache knows: the scales of a layer, and where values are.
+    /// The options with the scales of a layer, and the storage of values.
     fn complete(&self, layer: usize, attention: &Attention) -> Attention {
         let [k_scales, v_scales] = self.scales[layer].clone();
         let values = match self.is_latent {
@@ -418,7 +419,7 @@ pub(crate) struct Tables {
     pub(crate) block_table: Tensor,
     /// `[B]`, the new tokens included.
     pub(crate) kv_lens: Tensor,
-    /// `[B + 1]`: the rows of each sequence. `None`: each has as many.
+    /// `[B + 1]`: the rows of each sequence. `None`: all have the same number.
     pub(crate) cu_seqlens: Option<Tensor>,
     block_size: usize,
 }

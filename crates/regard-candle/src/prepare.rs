@@ -1,5 +1,5 @@
 //! Forms of operands that candle's models use and regard's kernels do not read: each is replaced
-//! by a view where one says the same, else by a copy.
+//! by an equivalent view if there is one, else by a copy.
 
 use crate::options::Attention;
 use candle_core::{DType, Result, Tensor};

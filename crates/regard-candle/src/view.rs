@@ -45,9 +45,9 @@ impl Place for Cpu {
         storage: &'a CpuStorage,
         layout: &Layout,
     ) -> Result<(Tensor<'a>, ())> {
-        let tensor = match (storage, self.format.of(argument)) {
-            (CpuStorage::U8(data), Some(format)) => of_bytes(argument, data, layout, format),
-            _ => of_storage(argument, storage, layout),
+        let tensor = match (storage, self.format.for_argument(argument)) {
+            (CpuStorage::U8(data), Some(format)) => from_bytes(argument, data, layout, format),
+            _ => from_storage(argument, storage, layout),
         };
         tensor.map(|tensor| (tensor, ()))
     }
@@ -55,25 +55,29 @@ impl Place for Cpu {
 
 /// `u32` is read as `i32` (what does not fit shows as negative, and is refused where lengths and
 /// blocks are checked), `u8` as booleans.
-fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Tensor<'a>> {
+fn from_storage<'a>(
+    argument: &str,
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<Tensor<'a>> {
     match storage {
-        CpuStorage::F32(data) => of_slice(argument, data, layout),
-        CpuStorage::F16(data) => of_slice(argument, data, layout),
-        CpuStorage::BF16(data) => of_slice(argument, data, layout),
-        CpuStorage::I32(data) => of_slice(argument, data, layout),
+        CpuStorage::F32(data) => from_slice(argument, data, layout),
+        CpuStorage::F16(data) => from_slice(argument, data, layout),
+        CpuStorage::BF16(data) => from_slice(argument, data, layout),
+        CpuStorage::I32(data) => from_slice(argument, data, layout),
         CpuStorage::U32(data) => {
             // SAFETY: u32 and i32 have one size and alignment, and every bit pattern is a value of
             // both.
             let data =
                 unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<i32>(), data.len()) };
-            of_slice(argument, data, layout)
+            from_slice(argument, data, layout)
         }
-        CpuStorage::U8(data) => of_slice(argument, data, layout),
+        CpuStorage::U8(data) => from_slice(argument, data, layout),
         CpuStorage::F8E4M3(data) => {
             // SAFETY: `as_bytes` has made sure that an element is one byte, and every byte is an
             // `E4m3`.
             let codes = unsafe { cast::<E4m3>(as_bytes(data)) };
-            of_slice(argument, codes, layout)
+            from_slice(argument, codes, layout)
         }
         _ => {
             let found = candle_core::backend::BackendStorage::dtype(storage).as_str();
@@ -103,7 +107,7 @@ unsafe fn cast<T>(bytes: &[u8]) -> &[T] {
 }
 
 /// Bytes as elements of a cache's format.
-fn of_bytes<'a>(
+fn from_bytes<'a>(
     argument: &str,
     data: &'a [u8],
     layout: &Layout,
@@ -151,10 +155,10 @@ pub(crate) fn elements(argument: &str, layout: &Layout, format: DType) -> Result
     let Some((last, outer)) = shape.split_last_mut() else {
         return Err(refuse(argument, "of no dimensions", "3 or 4 dimensions"));
     };
-    let whole = last.is_multiple_of(size)
+    let fits_blocks = last.is_multiple_of(size)
         && outer.iter().zip(bytes).all(|(&n, &stride)| n <= 1 || stride % size as i64 == 0);
     let unit = *last <= 1 || bytes.last() == Some(&1);
-    if !whole || !unit {
+    if !fits_blocks || !unit {
         let found = format!("bytes of shape {:?} with strides {bytes:?}", layout.dims());
         return Err(refuse(argument, found, &format!("whole elements of {format}, {size} bytes")));
     }
@@ -179,7 +183,11 @@ pub(crate) fn strides(argument: &str, layout: &Layout) -> Result<[i64; MAX_RANK]
     Ok(strides)
 }
 
-fn of_slice<'a, T: Element>(argument: &str, data: &'a [T], layout: &Layout) -> Result<Tensor<'a>> {
+fn from_slice<'a, T: Element>(
+    argument: &str,
+    data: &'a [T],
+    layout: &Layout,
+) -> Result<Tensor<'a>> {
     let strides = strides(argument, layout)?;
     let data = data.get(layout.start_offset()..).unwrap_or(&[]);
     Tensor::from_slice(data, layout.dims(), Some(&strides[..layout.dims().len()])).map_err(wrap)

@@ -113,17 +113,20 @@ fn plain(
     out.iter().map(|x| x.to_bits()).collect()
 }
 
-#[test]
-fn every_option_reaches_regard() -> Result<()> {
+/// Checks that options of candle's tensors give the bits that the same options give on slices.
+fn check(
+    what: &str,
+    options: Attention,
+    expected: regard::Attention<regard::Tensor>,
+) -> Result<()> {
     let (q, k, v) = (normal(&[2, 5, 4, 8]), normal(&[2, 12, 2, 8]), normal(&[2, 12, 2, 8]));
-    let check = |what: &str,
-                 options: Attention,
-                 expected: regard::Attention<regard::Tensor>|
-     -> Result<()> {
-        let found = bits(&attention(&q, &k, &v, &invariant(options))?);
-        assert_eq!(found, plain(&q, &k, &v, &expected), "{what}");
-        Ok(())
-    };
+    let found = bits(&attention(&q, &k, &v, &invariant(options))?);
+    assert_eq!(found, plain(&q, &k, &v, &expected), "{what}");
+    Ok(())
+}
+
+#[test]
+fn every_number_and_vector_reaches_regard() -> Result<()> {
     let window = Window { left: Some(3), right: Some(1) };
     check(
         "numbers",
@@ -144,7 +147,7 @@ fn every_option_reaches_regard() -> Result<()> {
     )?;
     let (slopes, sinks) = ([0.1f32, 0.2, 0.4, 0.8], [0.5f32, -1.0, f32::NEG_INFINITY, 3.0]);
     check(
-        "vectors of a head each",
+        "vectors with an element per head",
         Attention {
             alibi_slopes: Some(Tensor::new(&slopes, &CPU)?),
             sinks: Some(Tensor::new(&sinks, &CPU)?),
@@ -158,7 +161,7 @@ fn every_option_reaches_regard() -> Result<()> {
     )?;
     let (lens, offsets) = ([7i32, 12], [-1i32, 4]);
     check(
-        "vectors of a sequence each, u32 and i32",
+        "vectors with an element per sequence, u32 and i32",
         Attention {
             kv_lens: Some(Tensor::new(&[7u32, 12], &CPU)?),
             q_offset: QueryOffset::PerSequence(Tensor::new(&offsets, &CPU)?),
@@ -169,7 +172,11 @@ fn every_option_reaches_regard() -> Result<()> {
             q_offset: regard::QueryOffset::PerSequence(regard::Tensor::from(&offsets)),
             ..regard::Attention::causal()
         },
-    )?;
+    )
+}
+
+#[test]
+fn every_mask_reaches_regard() -> Result<()> {
     let hidden: Vec<u8> = (0..60).map(|i| u8::from(i % 7 != 3)).collect();
     check(
         "a boolean mask of any bytes, broadcast",

@@ -245,7 +245,10 @@ pub unsafe extern "C" fn regard_plan_run(
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => {
                 let (inputs, mut outputs) = convert::operands(&operands)?;
-                let workspace = (workspace as u64, workspace_bytes);
+                let workspace = regard::cuda::RawWorkspace {
+                    address: workspace as u64,
+                    bytes: workspace_bytes,
+                };
                 gpu.run_raw(plan, stream.cast(), &inputs, &mut outputs, workspace)?;
             }
             Runner::Absent => return Err(not_here(plan)),

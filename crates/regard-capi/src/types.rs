@@ -247,8 +247,8 @@ pub struct Operands {
     /// With `REGARD_KEY_POSITIONS`: from one key's position to the next one's, from 1 to 2^15.
     pub key_stride: i64,
     /// `[B]` i32: the prefix group of each sequence, from 0 up; -1 for none. Sequences of a group
-    /// share their first keys, so their rows of `block_table` start alike. Results are the same
-    /// within the tolerance; the prefix may be read once for all of them.
+    /// share their first keys, so the first entries of their rows of `block_table` are equal.
+    /// Results are the same within the tolerance; the prefix may be read once for all of them.
     pub prefix_groups: *const Tensor,
     /// `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
     /// Given together with `prefix_groups`.

@@ -100,6 +100,25 @@ fn tensor(data: *mut u8, dims: &regard::Dims) -> Tensor {
     }
 }
 
+/// The option bits of an attention.
+fn options(attention: &regard::Attention<regard::Tensor>) -> u32 {
+    let has_offset = matches!(attention.q_offset, QueryOffset::Same(_));
+    let options = [
+        (attention.causal, types::REGARD_CAUSAL),
+        (attention.window.left.is_some(), types::REGARD_WINDOW_LEFT),
+        (attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT),
+        (attention.chunk.is_some(), types::REGARD_CHUNK),
+        (attention.values == Values::KeyPrefix, types::REGARD_VALUES_KEY_PREFIX),
+        (attention.softcap.is_some(), types::REGARD_SOFTCAP),
+        (attention.indices_are_slots, types::REGARD_INDICES_ARE_SLOTS),
+        (attention.key_positions.is_some(), types::REGARD_KEY_POSITIONS),
+        (attention.batch_invariant, types::REGARD_BATCH_INVARIANT),
+        (attention.scale.is_some(), types::REGARD_SCALE),
+        (has_offset, types::REGARD_Q_OFFSET),
+    ];
+    options.into_iter().filter(|(given, _)| *given).fold(0, |all, (_, option)| all | option)
+}
+
 impl Device for Interface {
     fn way(&self, _way: usize) -> String {
         "the C interface".into()
@@ -113,7 +132,6 @@ impl Device for Interface {
         let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(|input| given(&input));
         let out = tensor(outputs.out.as_mut_ptr(), &outputs.out);
         let lse = outputs.lse.as_mut().map(|lse| tensor(lse.as_mut_ptr(), lse));
-        let option = |asked: bool, option: u32| if asked { option } else { 0 };
         let side =
             |side: Option<usize>| side.map_or(0, |side| i64::try_from(side).unwrap_or(i64::MAX));
         let is_latent = attention.values == Values::KeyPrefix;
@@ -135,20 +153,7 @@ impl Device for Interface {
             cu_seqlens_q: pointer(tensors.cu_seqlens_q.as_ref()),
             cu_seqlens_k: pointer(tensors.cu_seqlens_k.as_ref()),
             block_table: pointer(tensors.block_table.as_ref()),
-            options: option(attention.causal, types::REGARD_CAUSAL)
-                | option(attention.window.left.is_some(), types::REGARD_WINDOW_LEFT)
-                | option(attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT)
-                | option(attention.chunk.is_some(), types::REGARD_CHUNK)
-                | option(is_latent, types::REGARD_VALUES_KEY_PREFIX)
-                | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
-                | option(attention.indices_are_slots, types::REGARD_INDICES_ARE_SLOTS)
-                | option(attention.key_positions.is_some(), types::REGARD_KEY_POSITIONS)
-                | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
-                | option(attention.scale.is_some(), types::REGARD_SCALE)
-                | option(
-                    matches!(attention.q_offset, QueryOffset::Same(_)),
-                    types::REGARD_Q_OFFSET,
-                ),
+            options: options(attention),
             scale: attention.scale.unwrap_or(0.0),
             softcap: attention.softcap.unwrap_or(0.0),
             chunk: attention.chunk.map_or(0, |chunk| u32::try_from(chunk).unwrap_or(u32::MAX)),

@@ -29,7 +29,7 @@ pub enum Failure {
     Error(Error),
     /// The result is not right.
     Result(Box<Mismatch>),
-    /// The case's expected tensors are not what the contract says.
+    /// The case's expected tensors have other shapes or types than the contract asks for.
     Expected(Box<Mismatch>),
 }
 
@@ -66,14 +66,14 @@ impl<'a> Checker<'a> {
     ///
     /// # Errors
     /// If the case breaks the contract, or its expected tensors disagree with the oracle.
-    pub fn new(case: &'a Case, most_rows: Option<usize>) -> Result<Checker<'a>, Failure> {
+    pub fn new(case: &'a Case, max_rows: Option<usize>) -> Result<Checker<'a>, Failure> {
         let inputs = case.inputs()?;
         let mut rows = all_rows(&inputs)?;
-        if let Some(most) = most_rows {
+        if let Some(max_rows) = max_rows {
             // Rows go head by head: a step that shares no divisor with the number of heads comes by
             // all of them.
             let heads = rows.iter().map(|row| row.head + 1).max().unwrap_or(1);
-            let mut step = rows.len().div_ceil(most.max(1)).max(1);
+            let mut step = rows.len().div_ceil(max_rows.max(1)).max(1);
             while step > 1 && divisor(step, heads) > 1 {
                 step += 1;
             }
@@ -164,14 +164,18 @@ mod tests {
     #[test]
     fn a_sample_of_rows_comes_by_every_head() {
         let case = Spec::new("sample").lengths(&[(40, 50)]).heads(6, 2).generate();
-        for most in [1, 20, 40, 120, 1000] {
-            let checker = Checker::new(&case, Some(most)).unwrap();
+        for max_rows in [1, 20, 40, 120, 1000] {
+            let checker = Checker::new(&case, Some(max_rows)).unwrap();
             let rows = &checker.judge().reference().rows;
-            assert!((1..=most.min(240)).contains(&rows.len()), "{} rows for {most}", rows.len());
+            assert!(
+                (1..=max_rows.min(240)).contains(&rows.len()),
+                "{} rows for {max_rows}",
+                rows.len()
+            );
             let mut heads: Vec<_> = rows.iter().map(|row| row.head).collect();
             heads.sort_unstable();
             heads.dedup();
-            assert!(most < 20 || heads.len() == 6, "{heads:?}");
+            assert!(max_rows < 20 || heads.len() == 6, "{heads:?}");
         }
     }
 }

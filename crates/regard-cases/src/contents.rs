@@ -79,8 +79,8 @@ impl Contents {
 
 impl Numbers {
     /// Fills one row. `deviation` is the standard deviation of normal numbers; no constant or
-    /// scaled number is larger than `most`.
-    pub(crate) fn fill(self, row: &mut [f32], noise: &mut Noise, deviation: f32, most: f32) {
+    /// scaled number is larger than `max`.
+    pub(crate) fn fill(self, row: &mut [f32], noise: &mut Noise, deviation: f32, max: f32) {
         let factor = match self {
             Numbers::Normal | Numbers::Constant(_) | Numbers::Positive => 1.0,
             Numbers::Scaled(factor) => factor,
@@ -88,10 +88,10 @@ impl Numbers {
             Numbers::Peaked => 1.0,
         };
         row.fill_with(|| match self {
-            Numbers::Constant(number) => number.clamp(-most, most),
+            Numbers::Constant(number) => number.clamp(-max, max),
             Numbers::Positive => (noise.normal() * deviation).abs(),
             Numbers::Normal => noise.normal() * deviation,
-            _ => (noise.normal() * deviation * factor).clamp(-most, most),
+            _ => (noise.normal() * deviation * factor).clamp(-max, max),
         });
     }
 }
@@ -120,7 +120,7 @@ impl Sinks {
             Sinks::Normal | Sinks::Infinite => normal * 2.0,
             Sinks::Large => normal * 300.0,
             Sinks::Extreme => {
-                noise.of(&[-1.0, -0.9, -0.7, -0.5, 0.0, 0.5, 0.7, 0.9, 1.0]) * f32::MAX
+                noise.pick(&[-1.0, -0.9, -0.7, -0.5, 0.0, 0.5, 0.7, 0.9, 1.0]) * f32::MAX
             }
         }
     }

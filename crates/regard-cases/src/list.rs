@@ -76,15 +76,16 @@ pub fn core() -> impl Iterator<Item = Spec> {
 
 /// The cases of at most that much work ([`Spec::work`]), and the cheapest case of every kind: for
 /// sanitizers and emulators, on which the largest cases take as long as all others together.
-pub fn within(most_work: usize) -> impl Iterator<Item = Spec> {
+pub fn within(max_work: usize) -> impl Iterator<Item = Spec> {
     let mut cheapest = BTreeMap::new();
     for (number, spec) in list().enumerate() {
-        let least = cheapest.entry(kind(&spec.name).to_string()).or_insert((spec.work(), number));
-        *least = (*least).min((spec.work(), number));
+        let cheapest_of_kind =
+            cheapest.entry(kind(&spec.name).to_string()).or_insert((spec.work(), number));
+        *cheapest_of_kind = (*cheapest_of_kind).min((spec.work(), number));
     }
     let kept: BTreeSet<usize> = cheapest.into_values().map(|(_, number)| number).collect();
     let keeps =
-        move |(number, spec): &(usize, Spec)| spec.work() <= most_work || kept.contains(number);
+        move |(number, spec): &(usize, Spec)| spec.work() <= max_work || kept.contains(number);
     list().enumerate().filter(keeps).map(|(_, spec)| spec)
 }
 
@@ -589,26 +590,26 @@ fn random_compositions() -> Vec<Spec> {
 pub fn random(seed: u64) -> Spec {
     let mut noise = Noise::new(seed, &[0x72616e646f6d]);
     let noise = &mut noise;
-    let kv_heads = noise.of(&[1, 1, 2, 3]);
-    let sequences = noise.of(&[1, 1, 2, 3, 5]);
-    let longest_query = noise.of(&[1, 1, 3, 8, 34, 70]);
-    let longest_key = noise.of(&[4, 20, 70, 140, 300]);
+    let kv_heads = noise.pick(&[1, 1, 2, 3]);
+    let sequences = noise.pick(&[1, 1, 2, 3, 5]);
+    let longest_query = noise.pick(&[1, 1, 3, 8, 34, 70]);
+    let longest_key = noise.pick(&[4, 20, 70, 140, 300]);
     let lengths: Vec<_> = (0..sequences)
         .map(|_| (noise.below(longest_query + 1), noise.below(longest_key + 1)))
         .collect();
-    let block_size = noise.of(&[1, 3, 7, 16, 32, 64, 100]);
+    let block_size = noise.pick(&[1, 3, 7, 16, 32, 64, 100]);
     let keys = [
         Keys::Batched { slack: noise.below(4) },
         Keys::Ragged { slack: noise.below(4) },
         Keys::Paged { block_size, interleaved: noise.one_in(2) },
     ];
-    let dtype = noise.of(&FLOATS);
+    let dtype = noise.pick(&FLOATS);
     let dims = [1, 3, 8, 16, 17, 32, 40, 64, 80, 96, 128];
-    let head_dim = noise.of(&dims);
-    let value_dim = if noise.one_in(2) { head_dim } else { noise.of(&dims) };
+    let head_dim = noise.pick(&dims);
+    let value_dim = if noise.one_in(2) { head_dim } else { noise.pick(&dims) };
     let base = Spec::new(format!("random/{seed}"))
         .lengths(&lengths)
-        .heads(kv_heads * noise.of(&[1, 2, 3, 4]), kv_heads);
+        .heads(kv_heads * noise.pick(&[1, 2, 3, 4]), kv_heads);
     let offset = match noise.below(4) {
         0 => OffsetSpec::Same(noise.below(40) as i64 - 10),
         1 => OffsetSpec::PerSequence((0..sequences).map(|_| noise.below(80) as i32 - 20).collect()),
@@ -617,23 +618,23 @@ pub fn random(seed: u64) -> Spec {
     let mut side = || if noise.one_in(2) { Some(noise.below(50)) } else { None };
     let window = if side().is_some() { window(side(), side()) } else { Window::default() };
     let mask = MaskSpec {
-        dtype: noise.of(&[DType::Bool, DType::F32, DType::F16, DType::BF16]),
-        hide: noise.of(&[Hide::Nothing, Hide::Large, Hide::Infinite]),
+        dtype: noise.pick(&[DType::Bool, DType::F32, DType::F16, DType::BF16]),
+        hide: noise.pick(&[Hide::Nothing, Hide::Large, Hide::Infinite]),
         broadcast: [(); 4].map(|()| noise.one_in(2)),
     };
     Spec {
         seed,
         out_dtype: if noise.one_in(3) { DType::F32 } else { dtype },
         ragged_queries: noise.one_in(2),
-        keys: noise.of(&keys),
-        layout: noise.of(&[Layout::Bshd, Layout::Bhsd]),
-        kv_layout: noise.of(&[KvLayout::Nhd, KvLayout::Hnd]),
-        padding: noise.of(&[0, 0, 1, 8]),
+        keys: noise.pick(&keys),
+        layout: noise.pick(&[Layout::Bshd, Layout::Bhsd]),
+        kv_layout: noise.pick(&[KvLayout::Nhd, KvLayout::Hnd]),
+        padding: noise.pick(&[0, 0, 1, 8]),
         scale: if noise.one_in(4) { Some(0.2) } else { None },
         causal: noise.one_in(2),
         offset,
         window,
-        softcap: if noise.one_in(3) { Some(noise.of(&[1.5, 30.0])) } else { None },
+        softcap: if noise.one_in(3) { Some(noise.pick(&[1.5, 30.0])) } else { None },
         alibi: noise.one_in(3),
         sinks: noise.one_in(3),
         mask: if noise.one_in(3) { Some(mask) } else { None },

@@ -46,7 +46,7 @@ pub enum Keys {
     },
     /// Pages in random order.
     Paged {
-        /// Slots a page.
+        /// Slots per page.
         block_size: usize,
         /// Whether each page's keys and values are neighbours in one pool.
         interleaved: bool,
@@ -78,7 +78,7 @@ pub enum Hide {
     /// nothing where nothing is hidden.
     Blocks,
     /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask
-    /// keeps them: most tiles are whole.
+    /// keeps them: most tiles are hidden or kept entirely.
     Rare,
     /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is
     /// hidden entirely, of the others a third of the keys.
@@ -194,6 +194,22 @@ enum Use {
     Slope,
     Scale,
     List,
+}
+
+/// Maximum lengths of the sequences of a case.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MaxLens {
+    /// Query tokens.
+    pub queries: usize,
+    pub keys: usize,
+}
+
+/// Where keys and values lie.
+struct CachePlace {
+    keys: Place,
+    values: Place,
+    /// The block table; empty without pages.
+    table: Vec<Vec<i32>>,
 }
 
 impl Spec {
@@ -329,7 +345,9 @@ impl Spec {
     fn unseen(&self, length: usize) -> Vec<f32> {
         let mut noise = self.noise(Use::Unseen, [0; 3]);
         let poison = [f32::NAN, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN];
-        (0..length).map(|_| if self.poison { noise.of(&poison) } else { noise.normal() }).collect()
+        (0..length)
+            .map(|_| if self.poison { noise.pick(&poison) } else { noise.normal() })
+            .collect()
     }
 
     /// Makes the case.
@@ -337,7 +355,7 @@ impl Spec {
     /// # Panics
     /// If the description is not [legal](Spec::legal).
     pub fn generate(&self) -> Case {
-        let (key_place, value_place, table) = self.place_cache();
+        let CachePlace { keys: key_place, values: value_place, table } = self.place_cache();
         let [k, v] = self.keys_and_values([&key_place, &value_place], &table);
         let mut case = Case::new(self.name.clone(), self.queries(), k, v);
         case.layout = self.layout;
@@ -424,16 +442,16 @@ impl Spec {
             Keys::Ragged { slack } => slack > 0,
             Keys::Batched { slack } => {
                 slack > 0
-                    || self.sequences.iter().any(|sequence| sequence.kv_len != self.longest().1)
+                    || self.sequences.iter().any(|sequence| sequence.kv_len != self.max_lens().keys)
             }
         }
     }
 
-    /// Maximum query tokens and maximum keys.
-    pub(crate) fn longest(&self) -> (usize, usize) {
+    /// Maximum lengths of the sequences.
+    pub(crate) fn max_lens(&self) -> MaxLens {
         let queries = self.sequences.iter().map(|sequence| sequence.q_len).max();
         let keys = self.sequences.iter().map(|sequence| sequence.kv_len).max();
-        (queries.unwrap_or(0), keys.unwrap_or(0))
+        MaxLens { queries: queries.unwrap_or(0), keys: keys.unwrap_or(0) }
     }
 
     /// The layout of queries, or of rows as wide as `dim`.
@@ -445,10 +463,10 @@ impl Spec {
                 Place::new(&[total, heads, dim], padding, memory)
             }
             (false, Layout::Bshd) => {
-                Place::new(&[batch, self.longest().0, heads, dim], padding, memory)
+                Place::new(&[batch, self.max_lens().queries, heads, dim], padding, memory)
             }
             (false, Layout::Bhsd) => {
-                Place::new(&[batch, heads, self.longest().0, dim], padding, memory)
+                Place::new(&[batch, heads, self.max_lens().queries, dim], padding, memory)
             }
         }
     }
@@ -477,30 +495,27 @@ impl Spec {
         place.over(data(self.dtype, buffer))
     }
 
-    /// The layouts of keys and values, and the block table.
-    fn place_keys(&self) -> (Place, Place, Vec<Vec<i32>>) {
-        let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.longest().1);
+    /// Where keys and values lie.
+    fn place_keys(&self) -> CachePlace {
+        let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.max_lens().keys);
         let place = |outer: [usize; 3], (dim, memory): (usize, &_)| {
             Place::new(&[outer[0], outer[1], outer[2], dim], self.padding, memory)
         };
         let OperandMemory { k, v, .. } = &self.memory;
         let [key_dim, value_dim] = self.stored_dims();
-        let both = |place: &dyn Fn((usize, &MemorySpec)) -> Place| {
-            (place((key_dim, k)), place((value_dim, v)))
+        let both = |place: &dyn Fn((usize, &MemorySpec)) -> Place| CachePlace {
+            keys: place((key_dim, k)),
+            values: place((value_dim, v)),
+            table: Vec::new(),
         };
         match self.keys {
-            Keys::Batched { slack } => {
-                let (k, v) = both(&|operand| match self.layout {
-                    Layout::Bshd => place([batch, longest + slack, heads], operand),
-                    Layout::Bhsd => place([batch, heads, longest + slack], operand),
-                });
-                (k, v, Vec::new())
-            }
+            Keys::Batched { slack } => both(&|operand| match self.layout {
+                Layout::Bshd => place([batch, longest + slack, heads], operand),
+                Layout::Bhsd => place([batch, heads, longest + slack], operand),
+            }),
             Keys::Ragged { slack } => {
                 let total = self.sequences.iter().map(|sequence| sequence.kv_len + slack).sum();
-                let (k, v) =
-                    both(&|(dim, memory)| Place::new(&[total, heads, dim], self.padding, memory));
-                (k, v, Vec::new())
+                both(&|(dim, memory)| Place::new(&[total, heads, dim], self.padding, memory))
             }
             Keys::Paged { block_size, interleaved } => {
                 let (table, blocks) = self.block_table(block_size);
@@ -508,7 +523,8 @@ impl Spec {
                     KvLayout::Nhd => [blocks, block_size, heads],
                     KvLayout::Hnd => [blocks, heads, block_size],
                 };
-                let (mut k, mut v) = both(&|operand| place(shape, operand));
+                let CachePlace { keys: mut k, values: mut v, .. } =
+                    both(&|operand| place(shape, operand));
                 if interleaved {
                     // Rows as wide as the wider of the two, each block's keys before its values.
                     let memory = MemorySpec { order: [0, 1, 2], ..self.memory.k };
@@ -521,20 +537,20 @@ impl Spec {
                         place.end = memory.first + 2 * block as usize * blocks;
                     }
                 }
-                (k, v, table)
+                CachePlace { keys: k, values: v, table }
             }
         }
     }
 
     /// [`Spec::place_keys`], with values that are a prefix of the keys where those are.
-    fn place_cache(&self) -> (Place, Place, Vec<Vec<i32>>) {
-        let (k, mut v, table) = self.place_keys();
+    fn place_cache(&self) -> CachePlace {
+        let mut cache = self.place_keys();
         if self.values == Values::KeyPrefix {
             let [_, value_dim] = self.stored_dims();
-            v = k.clone();
-            *v.shape.last_mut().expect("keys have dimensions") = value_dim;
+            cache.values = cache.keys.clone();
+            *cache.values.shape.last_mut().expect("keys have dimensions") = value_dim;
         }
-        (k, v, table)
+        cache
     }
 
     /// Pages in random order, some of them unused; how many there are. Pages of a shared prefix are
@@ -549,14 +565,14 @@ impl Spec {
             }
         };
         let blocks = (0..self.sequences.len()).map(|index| used(index).len()).sum::<usize>() + 2;
-        let columns = self.longest().1.div_ceil(block_size) + 1;
+        let columns = self.max_lens().keys.div_ceil(block_size) + 1;
         let mut order =
             Noise::new(self.page_seed, &[Use::Pages as u64]).permutation(blocks).into_iter();
         let mut strays = self.noise(Use::Pages, [0; 3]);
         let mut nowhere = || match (self.poison, self.stray_entries) {
             (false, _) => 0,
             (true, false) => -1,
-            (true, true) => strays.of(&[-1, i32::MIN, i32::MAX, blocks as i32, 1 << 20, -7]),
+            (true, true) => strays.pick(&[-1, i32::MIN, i32::MAX, blocks as i32, 1 << 20, -7]),
         };
         let row = |_| (0..columns).map(|_| nowhere()).collect();
         let mut table: Vec<Vec<i32>> = (0..self.sequences.len()).map(row).collect();
@@ -584,7 +600,7 @@ impl Spec {
 
     /// The layout of a mask.
     fn place_mask(&self, mask: &MaskSpec) -> Place {
-        let (longest_query, longest_key) = self.longest();
+        let MaxLens { queries: longest_query, keys: longest_key } = self.max_lens();
         // A row and two columns more than needed.
         let full = [self.sequences.len(), self.query_heads, longest_query + 1, longest_key + 2];
         let shape: Vec<usize> = full
@@ -644,7 +660,7 @@ impl Spec {
     /// Trees of the kind asked for. Bits past the last token,
     /// and rows past the last, mean nothing.
     fn tree_mask(&self) -> Array {
-        let longest = self.longest().0;
+        let longest = self.max_lens().queries;
         let words = longest.div_ceil(32);
         let mut bits = Vec::with_capacity(self.sequences.len() * longest * words);
         for sequence in &self.sequences {
@@ -696,7 +712,7 @@ impl MaskSpec {
             (_, Hide::Large) if !keep => -1e5,
             (dtype, Hide::Lowest) if !keep => -largest(dtype),
             (dtype, Hide::Extreme) if !keep => {
-                noise.of(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0])
+                noise.pick(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0])
                     * largest(dtype)
             }
             (_, Hide::Infinite | Hide::Blocks | Hide::Rare) if !keep => f32::NEG_INFINITY,

@@ -21,8 +21,8 @@ fn a_crash_names_the_problem() {
         let mut again = Command::new(std::env::current_exe().expect("this test"));
         again.args(["a_crash_names_the_problem", "--exact", "--nocapture"]).env(CRASHES, side);
         let output = again.output().expect("this test again");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), None, "ended by a signal: {said}");
-        assert!(said.contains("--random 1 --first 41 --seed 7"), "{said}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), None, "ended by a signal: {message}");
+        assert!(message.contains("--random 1 --first 41 --seed 7"), "{message}");
     }
 }

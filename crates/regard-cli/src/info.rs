@@ -137,7 +137,7 @@ fn text(info: &Info) -> String {
     )
 }
 
-/// One line a GPU, or one that says why there is none.
+/// One line per GPU, or a line with the reason why there is none.
 fn gpu_lines(info: &Info) -> String {
     let line = |gpu: &Gpu| {
         format!(

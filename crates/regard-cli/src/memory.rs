@@ -42,8 +42,8 @@ fn size(bytes: u64) -> String {
     format!("{number:.1} {}", units[unit])
 }
 
-/// Bytes that this process can still take, as far as the system says (Linux): what is free or can
-/// be made so, and no more than its control group may have.
+/// Bytes that this process can still take, as far as the system reports it (Linux): what is free or
+/// can be made so, and no more than its control group may have.
 pub fn free() -> Option<u64> {
     let file = |path: &str| std::fs::read_to_string(path).ok();
     let free = file("/proc/meminfo").and_then(|text| available(&text));

@@ -1,4 +1,4 @@
-//! How a command ends, and what it says on the way: results on stdout, errors and progress on
+//! How a command ends, and what it prints: results on stdout, errors and progress on
 //! stderr.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -47,7 +47,7 @@ impl From<io::Error> for Stop {
 }
 
 impl Stop {
-    /// Says why on stderr and answers the exit status.
+    /// Prints the reason on stderr and returns the exit status.
     pub fn report(self) -> u8 {
         let (message, status) = match self {
             Stop::Usage(message) => (message, USAGE),

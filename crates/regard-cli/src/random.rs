@@ -69,7 +69,7 @@ const MAX_THREADS: usize = 64;
 
 /// Failures of one kind that are shown and left behind; of others like them only the number is
 /// told.
-const MAX_ALIKE: u64 = 4;
+const MAX_SAME_FAILURES: u64 = 4;
 
 /// Tries and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
@@ -98,18 +98,18 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
     let tally = Mutex::new(BTreeMap::<String, u64>::new());
     let make = || device(&target, request.all_levels);
     let summary = random::run(&options, &make, &|| progress.step(), &|found| {
-        let alike = {
+        let same_failures = {
             let mut tally = tally.lock().expect("no thread panics here");
-            let alike = tally.entry(found.signature()).or_default();
-            *alike += 1;
-            *alike
+            let same_failures = tally.entry(found.signature()).or_default();
+            *same_failures += 1;
+            *same_failures
         };
-        if alike > MAX_ALIKE {
+        if same_failures > MAX_SAME_FAILURES {
             return;
         }
         let failure = failure(request, seed, &found);
         if !request.json {
-            // Where stdout is closed there is nobody to tell; the failures count all the same.
+            // If stdout is closed, the failures still count.
             let _ = progress.aside(|| print(&failure.text()));
         }
         failures.lock().expect("no thread panics here").push(failure);
@@ -142,7 +142,7 @@ fn device(target: &Target, all_levels: bool) -> Result<Box<dyn Device>, Error> {
     })
 }
 
-/// Leaves a failure behind, and says where.
+/// Writes a failure to files, and prints where.
 fn failure(request: &Request, seed: u64, found: &Found) -> Failure {
     let case = found.spec.generate();
     let path = request.out.join(format!("random-{seed}-{}.safetensors", found.number));

@@ -1,4 +1,4 @@
-//! `regard bench`, run as its users run it, on shapes so small that nobody waits. No test looks at
+//! `regard bench`, run as its users run it, on shapes that take milliseconds. No test looks at
 //! how fast anything was.
 
 use serde_json::{Value, json};

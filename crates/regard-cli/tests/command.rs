@@ -1,4 +1,4 @@
-//! The command, run as its users run it: results, exit statuses, and what it says about bad input.
+//! The command, run as its users run it: results, exit statuses, and messages about bad input.
 
 mod support;
 
@@ -294,7 +294,7 @@ fn run_overwrites_no_input() {
     assert!(!out.exists());
 }
 
-/// Writes files that are no cases: what each is called, and what the message about it says.
+/// Writes files that are no cases: the name of each, and a part of the message about it.
 fn write_bad(directory: &Path) -> Vec<(&'static str, &'static str)> {
     let good = file::to_bytes(&spec("good").generate()).expect("bytes");
     let safetensors = |header: &str, data: usize| {
@@ -356,10 +356,10 @@ fn bad_files_are_reported_and_stop_nothing() {
     assert_eq!(errors.len(), bad.len() + 1, "{}", ran.stderr);
     for (name, message) in bad.iter().chain([&("missing", "`file` is unreadable")]) {
         let named = format!("{name}.safetensors: ");
-        let said = |line: &&&str| {
+        let names_it = |line: &&&str| {
             line.starts_with("error: ") && line.contains(&named) && line.contains(message)
         };
-        assert_eq!(errors.iter().filter(said).count(), 1, "{name}: {}", ran.stderr);
+        assert_eq!(errors.iter().filter(names_it).count(), 1, "{name}: {}", ran.stderr);
     }
     assert!(out.join("good.safetensors").exists() && out.join("zulu.safetensors").exists());
     assert!(!out.join("truncated.safetensors").exists());
@@ -497,7 +497,7 @@ fn check_tries_random_problems() {
     let out = text(&out);
     let shown =
         regard(&["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out]);
-    // Whatever they come to, it is told in full: the seed, the counts.
+    // The summary is complete for any result: the seed, the counts.
     assert!(
         shown.stdout.starts_with("random problems 0..=19 of seed 3 on cpu\n"),
         "{}",
@@ -544,7 +544,7 @@ fn check_tries_random_problems() {
         let sum = first[count].as_u64().unwrap() + rest[count].as_u64().unwrap();
         assert_eq!(Some(sum), all[count].as_u64(), "{count}");
     }
-    // Without a seed there is one nobody chose, and it is told.
+    // Without a seed a new one is chosen, and printed.
     let runs = [(); 2].map(|()| regard(&["check", "--random", "1", "--out", out, "--json"]).json());
     assert_ne!(runs[0]["seed"], runs[1]["seed"]);
     // Not with what it would not look at.

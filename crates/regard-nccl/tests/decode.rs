@@ -154,11 +154,11 @@ struct Keys<T> {
 
 impl<T: Number> Keys<T> {
     /// Those of a shard, batched or in pages. Unused slots hold NaN.
-    fn of(law: &Law, whole: &Whole<T>, shard: Shard) -> Keys<T> {
+    fn for_shard(law: &Law, whole: &Whole<T>, shard: Shard) -> Keys<T> {
         let parts: Vec<_> =
             law.sequences.iter().map(|&(_, keys)| shard.positions(keys).unwrap()).collect();
-        let most = parts.iter().map(|part| part.len).max().unwrap_or(0).max(1);
-        let capacity = if law.paged { most.next_multiple_of(BLOCK) } else { most };
+        let max_len = parts.iter().map(|part| part.len).max().unwrap_or(0).max(1);
+        let capacity = if law.paged { max_len.next_multiple_of(BLOCK) } else { max_len };
         let batch = parts.len();
         let columns = capacity.div_ceil(BLOCK);
         // Pages of the sequences in turns, from the last to the first.
@@ -210,7 +210,7 @@ fn run_rank<T: Number>(
 ) -> Result<(Vec<T>, Vec<f32>), Error> {
     let number = rank.transport.rank();
     let shard = Shard { rank: number, count, layout: law.layout };
-    let keys = Keys::of(law, whole, shard);
+    let keys = Keys::for_shard(law, whole, shard);
     let (heads, tokens) = (HEADS / count, law.tokens());
     let stride = shard.positions(0)?.stride;
     let attention = Attention {
@@ -252,7 +252,8 @@ fn run_rank<T: Number>(
 /// 1 to 4 shards give what one device gives, within its tolerance.
 fn holds<T: Number>(law: &Law) {
     let whole = Whole::<T>::new(law, 7);
-    let one = Keys::of(law, &whole, Shard { rank: 0, count: 1, layout: KeyLayout::Contiguous });
+    let one =
+        Keys::for_shard(law, &whole, Shard { rank: 0, count: 1, layout: KeyLayout::Contiguous });
     let inputs = Inputs::new(
         law.view(&whole.q, Some(DIM)),
         one.view(law, &one.k, DIM),

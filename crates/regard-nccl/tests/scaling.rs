@@ -78,7 +78,7 @@ const ADAPTER: Links = Links {
 
 impl Links {
     /// Eight GPUs of a host are not measured: taken as four.
-    fn of_host(ranks: f64) -> Links {
+    fn for_host(ranks: f64) -> Links {
         if ranks <= 2.0 { NVLINK_2 } else { NVLINK_4 }
     }
 }
@@ -174,9 +174,9 @@ fn more_gpus_are_predicted() {
         let one = decode(H200, NVLINK_2, 1.0, keys, batch);
         print!("decode, {keys} keys, B {batch}: 1 GPU {:.0} us", one / MICRO);
         for (ranks, links, name) in [
-            (2.0, Links::of_host(2.0), ""),
-            (4.0, Links::of_host(4.0), ""),
-            (8.0, Links::of_host(8.0), ""),
+            (2.0, Links::for_host(2.0), ""),
+            (4.0, Links::for_host(4.0), ""),
+            (8.0, Links::for_host(8.0), ""),
             (16.0, ADAPTER, " of 2 hosts"),
             (32.0, ADAPTER, " of 4 hosts"),
         ] {
@@ -190,9 +190,9 @@ fn more_gpus_are_predicted() {
         let one = prefill(H200, NVLINK_2, 1, len);
         print!("prefill, {len} tokens: 1 GPU {:.1} ms", one * 1e3);
         for (ranks, links, name) in [
-            (2, Links::of_host(2.0), ""),
-            (4, Links::of_host(4.0), ""),
-            (8, Links::of_host(8.0), ""),
+            (2, Links::for_host(2.0), ""),
+            (4, Links::for_host(4.0), ""),
+            (8, Links::for_host(8.0), ""),
             (16, ADAPTER, " of 2 hosts"),
             (32, ADAPTER, " of 4 hosts"),
         ] {

@@ -44,7 +44,7 @@ impl fmt::Display for Place {
 }
 
 impl Place {
-    fn of(device: dlpack::Device) -> Place {
+    fn from_device(device: dlpack::Device) -> Place {
         match device.kind {
             dlpack::CPU | dlpack::CUDA_HOST => Place::Cpu,
             dlpack::CUDA | dlpack::CUDA_MANAGED => Place::Cuda(device.id),
@@ -65,7 +65,7 @@ pub enum Type {
 }
 
 impl Type {
-    fn of(dtype: dlpack::DataType) -> Type {
+    fn from_dlpack(dtype: dlpack::DataType) -> Type {
         match (dtype.code, dtype.bits, dtype.lanes) {
             (dlpack::FLOAT, 32, 1) => Type::Known(DType::F32),
             (dlpack::FLOAT, 16, 1) => Type::Known(DType::F16),
@@ -184,13 +184,13 @@ impl Array {
         if let Ok(buffer) = object.cast::<Buffer>() {
             let facts = buffer.get().facts();
             let owner = Owner::Object(object.clone().unbind());
-            return Array::of(name, facts, Framework::Own, None, owner);
+            return Array::from_facts(name, facts, Framework::Own, None, owner);
         }
         if let Some(kind) = NUMPY_ARRAY.get(py)
             && kind.is(object.get_type())
         {
             let capsule = object.getattr(intern!(py, "__array_struct__"))?;
-            return Array::of_struct(name, object, capsule);
+            return Array::from_struct(name, object, capsule);
         }
         if let Some((table, framework)) = exchange_api(object)? {
             refuse_gradient(name, object)?;
@@ -201,22 +201,22 @@ impl Array {
             let Some(managed) = NonNull::new(managed).filter(|_| status == 0) else {
                 return Err(PyErr::take(py).unwrap_or_else(|| unreadable(name, object)));
             };
-            return Array::of_versioned(name, managed, framework);
+            return Array::from_versioned(name, managed, framework);
         }
         if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
             refuse_gradient(name, object)?;
-            return Array::of_cuda_interface(name, object, &interface);
+            return Array::from_cuda_interface(name, object, &interface);
         }
         if let Some(capsule) = object.getattr_opt(intern!(py, "__array_struct__"))? {
             remember_numpy(object)?;
-            return Array::of_struct(name, object, capsule);
+            return Array::from_struct(name, object, capsule);
         }
         if object.hasattr(intern!(py, "__dlpack__"))? {
             refuse_gradient(name, object)?;
-            return Array::of_dlpack(name, object);
+            return Array::from_dlpack(name, object);
         }
         if object.cast::<PyList>().is_ok() || object.cast::<PyTuple>().is_ok() {
-            return Array::of_ints(name, object);
+            return Array::from_ints(name, object);
         }
         Err(unreadable(name, object))
     }
@@ -236,7 +236,7 @@ impl Array {
         Err(argument(name, found, "memory that can be written").into())
     }
 
-    fn of(
+    fn from_facts(
         name: &'static str,
         facts: Facts,
         framework: Framework,
@@ -280,7 +280,7 @@ impl Array {
         }
     }
 
-    fn of_versioned(
+    fn from_versioned(
         name: &'static str,
         managed: NonNull<dlpack::ManagedVersioned>,
         framework: Framework,
@@ -290,16 +290,17 @@ impl Array {
         let managed = unsafe { managed.as_ref() };
         let mut facts = facts_of(name, &managed.tensor)?;
         facts.read_only = managed.flags & dlpack::READ_ONLY != 0;
-        Array::of(name, facts, framework, None, owner)
+        Array::from_facts(name, facts, framework, None, owner)
     }
 
-    fn of_dlpack(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
+    fn from_dlpack(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
         let py = object.py();
-        let framework = Framework::of(object)?;
+        let framework = Framework::from_object(object)?;
         let device: (i32, i32) =
             object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
         let options = PyDict::new(py);
-        if let Place::Cuda(_) = Place::of(dlpack::Device { kind: device.0, id: device.1 }) {
+        if let Place::Cuda(_) = Place::from_device(dlpack::Device { kind: device.0, id: device.1 })
+        {
             // PyTorch's work is on its current stream, where regard's will be. Others make the
             // legacy default stream wait for theirs; regard then runs on that one.
             let stream = if framework == Framework::Torch { -1 } else { 1 };
@@ -328,7 +329,7 @@ impl Array {
                     return Err(argument(name, found, "DLPack 1").into());
                 }
                 ffi::PyCapsule_SetName(pointer, dlpack::USED_VERSIONED.as_ptr());
-                return Array::of_versioned(name, managed, framework);
+                return Array::from_versioned(name, managed, framework);
             }
             if ffi::PyCapsule_IsValid(pointer, dlpack::LEGACY.as_ptr()) == 1 {
                 let managed = ffi::PyCapsule_GetPointer(pointer, dlpack::LEGACY.as_ptr());
@@ -337,13 +338,13 @@ impl Array {
                 ffi::PyCapsule_SetName(pointer, dlpack::USED_LEGACY.as_ptr());
                 let owner = Owner::Legacy(managed);
                 let facts = facts_of(name, &managed.as_ref().tensor)?;
-                return Array::of(name, facts, framework, None, owner);
+                return Array::from_facts(name, facts, framework, None, owner);
             }
         }
         Err(unreadable(name, object))
     }
 
-    fn of_struct(
+    fn from_struct(
         name: &'static str,
         object: &Bound<'_, PyAny>,
         capsule: Bound<'_, PyAny>,
@@ -375,7 +376,7 @@ impl Array {
         };
         let mut facts = Facts {
             data: interface.data.cast(),
-            dtype: Type::of(dlpack::DataType { code, bits, lanes: 1 }),
+            dtype: Type::from_dlpack(dlpack::DataType { code, bits, lanes: 1 }),
             rank: checked_rank(name, shape.len())?,
             shape: [1; MAX_RANK],
             strides: [0; MAX_RANK],
@@ -387,10 +388,10 @@ impl Array {
             facts.shape[i] = n as usize;
             facts.strides[i] = in_elements(name, stride as i64, size)?;
         }
-        Array::of(name, facts, Framework::NumPy, None, Owner::Object(capsule.unbind()))
+        Array::from_facts(name, facts, Framework::NumPy, None, Owner::Object(capsule.unbind()))
     }
 
-    fn of_cuda_interface(
+    fn from_cuda_interface(
         name: &'static str,
         object: &Bound<'_, PyAny>,
         interface: &Bound<'_, PyAny>,
@@ -419,7 +420,7 @@ impl Array {
         let rank = checked_rank(name, shape.len())?;
         let mut facts = Facts {
             data: address as *mut u8,
-            dtype: Type::of(dlpack::DataType { code, bits: 8 * size, lanes: 1 }),
+            dtype: Type::from_dlpack(dlpack::DataType { code, bits: 8 * size, lanes: 1 }),
             rank,
             shape: [1; MAX_RANK],
             strides: contiguous(&shape),
@@ -435,11 +436,11 @@ impl Array {
         }
         let stream = optional("stream")?.map(|stream| stream.extract()).transpose()?;
         let owner = Owner::Object(object.clone().unbind());
-        Array::of(name, facts, Framework::of(object)?, stream, owner)
+        Array::from_facts(name, facts, Framework::from_object(object)?, stream, owner)
     }
 
     /// A list or tuple of integers.
-    fn of_ints(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
+    fn from_ints(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
         let Ok(ints) = object.extract::<Vec<i32>>() else {
             let found = format!("a {} that is not of 32-bit integers", object.get_type().name()?);
             return Err(
@@ -457,7 +458,7 @@ impl Array {
             place: Place::Cpu,
             read_only: true,
         };
-        Array::of(name, facts, Framework::Own, None, Owner::Ints(ints))
+        Array::from_facts(name, facts, Framework::Own, None, Owner::Ints(ints))
     }
 
     /// Sizes of the dimensions.
@@ -571,11 +572,11 @@ fn facts_of(name: &str, tensor: &dlpack::Tensor) -> Result<Facts, Fault> {
     let shape = unsafe { slice(tensor.shape, rank) };
     let mut facts = Facts {
         data: tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize),
-        dtype: Type::of(tensor.dtype),
+        dtype: Type::from_dlpack(tensor.dtype),
         rank,
         shape: [1; MAX_RANK],
         strides: [0; MAX_RANK],
-        place: Place::of(tensor.device),
+        place: Place::from_device(tensor.device),
         read_only: false,
     };
     for (to, &n) in facts.shape.iter_mut().zip(shape) {
@@ -728,7 +729,7 @@ fn exchange_api(
         table.as_ref().filter(|table| table.managed_from_object.is_some())
     };
     let Some(table) = table else { return Ok(None) };
-    let framework = Framework::of(object)?;
+    let framework = Framework::from_object(object)?;
     FIRST.get_or_init(py, || Exchange { kind: kind.unbind(), table, framework });
     Ok(Some((table, framework)))
 }

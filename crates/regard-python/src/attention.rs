@@ -20,7 +20,7 @@ type Plans = HashMap<(Problem, Place, Option<usize>), Arc<Planned>>;
 /// The plan for a problem, made if it is new.
 fn plan_for(problem: Problem, place: Place, threads: Option<usize>) -> PyResult<Arc<Planned>> {
     static PLANS: Mutex<Option<Plans>> = Mutex::new(None);
-    // Plans are inserted whole, whatever panicked.
+    // Plans are inserted complete, so the map is consistent even after a panic.
     let lock = || PLANS.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (problem, place, threads);
     if let Some(plan) = lock().get_or_insert_default().get(&key) {
@@ -108,8 +108,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 ///     entries that are negative or not below the sequence's length are skipped.
 /// key_counts: i32 `[rows, Hkv or 1]`: the entries of each list that are used; all if None.
 /// prefix_groups: i32 `[B]`: the prefix group of each sequence, -1 for none. Sequences of a group
-///     share their first keys (their rows of `block_table` start alike), which may then be read
-///     once for all of them.
+///     share their first keys (the first entries of their rows of `block_table` are equal), which
+///     may then be read once for all of them.
 /// prefix_lens: i32 `[groups]`: the keys that the sequences of each group share.
 /// indices_are_slots: entries are physical slots of pools k and v, block * block_size + slot;
 ///     without `block_table`, and nothing that needs positions or lengths may be given.

@@ -4,7 +4,7 @@ use crate::errors::{Fault, argument};
 use pyo3::intern;
 use pyo3::prelude::*;
 use regard::cuda::cudarc::driver::sys;
-use regard::cuda::{COUNTER_BYTES, Gpu, driver_error};
+use regard::cuda::{COUNTER_BYTES, Gpu, RawWorkspace, driver_error};
 use regard::{Error, Plan};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -30,7 +30,7 @@ pub fn gpu(ordinal: i32) -> Result<Arc<Gpu>, Error> {
     Ok(gpu)
 }
 
-/// What is guarded is whole, whatever panicked.
+/// The guarded value is consistent even after a panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -91,7 +91,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// So many bytes on that GPU, whatever they hold.
+    /// Uninitialized bytes on that GPU.
     ///
     /// # Errors
     /// If there is not so much memory.
@@ -155,23 +155,24 @@ fn bind(gpu: &Gpu) -> Result<(), Error> {
 /// what it was before is kept: graphs that were captured still use it.
 #[derive(Default)]
 struct Workspaces {
-    of_stream: HashMap<(i32, u64), (Arc<Allocation>, usize)>,
+    /// By GPU and stream: an allocation and its bytes.
+    streams: HashMap<(i32, u64), (Arc<Allocation>, usize)>,
     outgrown: Vec<Arc<Allocation>>,
 }
 
 impl Workspaces {
-    fn get(&mut self, ordinal: i32, stream: u64, bytes: usize) -> Result<(u64, usize), Fault> {
-        if let Some((allocation, size)) = self.of_stream.get(&(ordinal, stream))
+    fn get(&mut self, ordinal: i32, stream: u64, bytes: usize) -> Result<RawWorkspace, Fault> {
+        if let Some((allocation, size)) = self.streams.get(&(ordinal, stream))
             && *size >= bytes
         {
-            return Ok((allocation.address(), *size));
+            return Ok(RawWorkspace { address: allocation.address(), bytes: *size });
         }
         let size = bytes.max(COUNTER_BYTES).next_power_of_two();
         let allocation = Allocation::new(ordinal, size)?;
         allocation.zero(COUNTER_BYTES)?;
-        let found = (allocation.address(), size);
+        let found = RawWorkspace { address: allocation.address(), bytes: size };
         let made = (Arc::new(allocation), size);
-        if let Some((old, _)) = self.of_stream.insert((ordinal, stream), made) {
+        if let Some((old, _)) = self.streams.insert((ordinal, stream), made) {
             self.outgrown.push(old);
         }
         Ok(found)
@@ -180,16 +181,16 @@ impl Workspaces {
 
 static WORKSPACES: Mutex<Option<Workspaces>> = Mutex::new(None);
 
-/// Calls `queue` with the stream's workspace: an address and its bytes. No other run is queued
-/// meanwhile, so that launches of two runs on one stream do not mix.
+/// Calls `queue` with the stream's workspace. No other run is queued meanwhile, so that launches of
+/// two runs on one stream do not mix.
 ///
 /// # Errors
-/// If there is not so much memory, or as `queue`.
+/// If the GPU has too little memory, or as `queue`.
 pub fn with_workspace(
     ordinal: i32,
     stream: u64,
     bytes: usize,
-    queue: impl FnOnce((u64, usize)) -> Result<(), Error>,
+    queue: impl FnOnce(RawWorkspace) -> Result<(), Error>,
 ) -> Result<(), Fault> {
     let _context = CurrentContext::kept();
     // Kernels may have to be loaded.

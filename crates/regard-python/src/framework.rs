@@ -28,7 +28,7 @@ pub enum Framework {
 
 impl Framework {
     /// By the module of the object's type or of the types that it derives from.
-    pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Framework> {
+    pub fn from_object(object: &Bound<'_, PyAny>) -> PyResult<Framework> {
         let py = object.py();
         let kinds = object.get_type().getattr(intern!(py, "__mro__"))?.cast_into::<PyTuple>()?;
         for kind in kinds.iter() {

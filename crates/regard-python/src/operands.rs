@@ -37,7 +37,7 @@ pub unsafe fn optional<M: View>(array: &Option<Array>) -> Result<Option<Tensor<'
 }
 
 /// Names the argument in errors about views.
-fn of_argument(name: &str, error: Error) -> Error {
+fn with_argument(name: &str, error: Error) -> Error {
     match error {
         Error::Argument { argument, found, allowed } if argument != name => {
             Error::Argument { argument: format!("{name}.{argument}"), found, allowed }
@@ -51,7 +51,7 @@ impl View for Host {
         // SAFETY: `Array` has checked the alignment; the producer vouches for the memory, which the
         // array holds.
         unsafe { Tensor::from_raw(array.data, array.dtype, array.shape(), Some(array.strides())) }
-            .map_err(|error| of_argument(array.name, error))
+            .map_err(|error| with_argument(array.name, error))
     }
 
     unsafe fn output(array: &Array) -> Result<TensorMut<'_, Host>, Error> {
@@ -59,7 +59,7 @@ impl View for Host {
         unsafe {
             TensorMut::from_raw(array.data, array.dtype, array.shape(), Some(array.strides()))
         }
-        .map_err(|error| of_argument(array.name, error))
+        .map_err(|error| with_argument(array.name, error))
     }
 }
 
@@ -68,14 +68,14 @@ impl View for regard::cuda::DeviceMemory {
         let (address, strides) = (array.data as u64, Some(array.strides()));
         // SAFETY: the producer vouches for the memory, which is freed in the order of the stream.
         unsafe { Tensor::from_device_address(address, array.dtype, array.shape(), strides) }
-            .map_err(|error| of_argument(array.name, error))
+            .map_err(|error| with_argument(array.name, error))
     }
 
     unsafe fn output(array: &Array) -> Result<TensorMut<'_, Self>, Error> {
         let (address, strides) = (array.data as u64, Some(array.strides()));
         // SAFETY: as above.
         unsafe { TensorMut::from_device_address(address, array.dtype, array.shape(), strides) }
-            .map_err(|error| of_argument(array.name, error))
+            .map_err(|error| with_argument(array.name, error))
     }
 }
 
@@ -84,7 +84,7 @@ impl View for regard::cuda::DeviceMemory {
 pub struct Choices {
     /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
     pub k_format: Option<DType>,
-    /// How bytes of values are meant, likewise.
+    /// The format of bytes of values, likewise.
     pub v_format: Option<DType>,
     /// The head dim of values that are the first dims of keys: there is no array of them.
     pub value_dim: Option<usize>,
@@ -94,7 +94,7 @@ pub struct Choices {
     pub pages_heads_first: bool,
     /// The longest query of a ragged batch whose lengths only a GPU knows.
     pub max_query_len: Option<usize>,
-    /// The most keys of a sequence, likewise.
+    /// Maximum keys of a sequence, likewise.
     pub max_kv_len: Option<usize>,
 }
 
@@ -119,6 +119,30 @@ pub struct Extra<'py> {
     pub out_dtype: Option<DType>,
     /// Threads of a CPU plan.
     pub threads: Option<usize>,
+}
+
+/// The argument of that name, if it is an array and nothing else.
+fn tensor<'a>(
+    attention: &'a mut Attention<Array>,
+    name: &str,
+) -> Option<(&'static str, &'a mut Option<Array>)> {
+    Some(match name {
+        "kv_lens" => ("kv_lens", &mut attention.kv_lens),
+        "block_table" => ("block_table", &mut attention.block_table),
+        "cu_seqlens_q" => ("cu_seqlens_q", &mut attention.cu_seqlens_q),
+        "cu_seqlens_k" => ("cu_seqlens_k", &mut attention.cu_seqlens_k),
+        "mask" => ("mask", &mut attention.mask),
+        "alibi_slopes" => ("alibi_slopes", &mut attention.alibi_slopes),
+        "sinks" => ("sinks", &mut attention.sinks),
+        "tree_mask" => ("tree_mask", &mut attention.tree_mask),
+        "k_scales" => ("k_scales", &mut attention.k_scales),
+        "v_scales" => ("v_scales", &mut attention.v_scales),
+        "key_indices" => ("key_indices", &mut attention.key_indices),
+        "key_counts" => ("key_counts", &mut attention.key_counts),
+        "prefix_groups" => ("prefix_groups", &mut attention.prefix_groups),
+        "prefix_lens" => ("prefix_lens", &mut attention.prefix_lens),
+        _ => return None,
+    })
 }
 
 /// The positions of keys, to fill in: `key_offset` or `key_stride` gives them.
@@ -218,21 +242,11 @@ impl<'py> Call<'py> {
         let array = |name| {
             if value.is_none() { Ok(None) } else { Array::read(name, &value).map(Some) }
         };
+        if let Some((name, tensor)) = tensor(attention, name) {
+            *tensor = array(name)?;
+            return Ok(());
+        }
         match name {
-            "kv_lens" => attention.kv_lens = array("kv_lens")?,
-            "block_table" => attention.block_table = array("block_table")?,
-            "cu_seqlens_q" => attention.cu_seqlens_q = array("cu_seqlens_q")?,
-            "cu_seqlens_k" => attention.cu_seqlens_k = array("cu_seqlens_k")?,
-            "mask" => attention.mask = array("mask")?,
-            "alibi_slopes" => attention.alibi_slopes = array("alibi_slopes")?,
-            "sinks" => attention.sinks = array("sinks")?,
-            "tree_mask" => attention.tree_mask = array("tree_mask")?,
-            "k_scales" => attention.k_scales = array("k_scales")?,
-            "v_scales" => attention.v_scales = array("v_scales")?,
-            "key_indices" => attention.key_indices = array("key_indices")?,
-            "key_counts" => attention.key_counts = array("key_counts")?,
-            "prefix_groups" => attention.prefix_groups = array("prefix_groups")?,
-            "prefix_lens" => attention.prefix_lens = array("prefix_lens")?,
             "q_offset" => {
                 // A GPU's array of one element converts to a number too, but waits for the GPU.
                 let offset = if value.is_none() || array::is_array(&value)? {

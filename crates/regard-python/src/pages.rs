@@ -80,7 +80,7 @@ pub struct PageAllocator {
 
 impl PageAllocator {
     fn lock(&self) -> MutexGuard<'_, paged::PageAllocator> {
-        // The allocator's methods leave it whole, whatever panics.
+        // The allocator's methods leave it consistent if they panic.
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -190,7 +190,7 @@ impl PageAllocator {
         Ok(self.lock().truncate(sequence.get().id, length).map_err(Fault)?)
     }
 
-    /// Gives up the blocks that lie wholly before a position; returns how many became free.
+    /// Releases the blocks that end before a position; returns how many became free.
     fn release_before(&self, sequence: &Bound<'_, Sequence>, position: usize) -> PyResult<usize> {
         Ok(self.lock().release_before(sequence.get().id, position).map_err(Fault)?)
     }

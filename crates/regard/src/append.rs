@@ -60,6 +60,39 @@ pub enum AppendScales<'a, M: Memory = Host> {
     Dynamic(TensorMut<'a, M>),
 }
 
+impl<M: Memory> AppendScales<'_, M> {
+    /// Their type, shape and strides.
+    pub(crate) fn dims(&self) -> &Dims {
+        match self {
+            AppendScales::Static(tensor) => tensor,
+            AppendScales::Dynamic(tensor) => tensor,
+        }
+    }
+
+    /// The address of the first scale, in any memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address(&self) -> u64 {
+        match self {
+            AppendScales::Static(tensor) => tensor.address(),
+            AppendScales::Dynamic(tensor) => tensor.address(),
+        }
+    }
+
+    /// The memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn memory(&self) -> M {
+        match self {
+            AppendScales::Static(tensor) => tensor.memory(),
+            AppendScales::Dynamic(tensor) => tensor.memory(),
+        }
+    }
+
+    /// Whether an append computes them.
+    pub(crate) fn is_dynamic(&self) -> bool {
+        matches!(self, AppendScales::Dynamic(_))
+    }
+}
+
 /// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by
 /// an angle that depends on the token's position.
 #[derive(Debug)]
@@ -142,10 +175,7 @@ fn check_scales<M: Memory>(
         return expect(argument, "missing", !wanted, format_args!("scales of {dtype}"));
     };
     expect(argument, "given", wanted, format_args!("none for a pool of {dtype}"))?;
-    let (dims, broadcasts): (&Dims, bool) = match scales {
-        AppendScales::Static(tensor) => (tensor, true),
-        AppendScales::Dynamic(tensor) => (tensor, false),
-    };
+    let (dims, broadcasts) = (scales.dims(), !scales.is_dynamic());
     let fits = |(&found, &full): (&usize, &usize)| found == full || (broadcasts && found == 1);
     let holds = dims.dtype() == DType::F32
         && dims.rank() == slots.len()

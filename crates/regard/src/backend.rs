@@ -16,8 +16,8 @@ pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Error> {
     problem.validate()?;
     match &machine.device {
         Device::Cpu(facts) => Ok(cpu::select::select(problem, facts, machine)?.0),
-        Device::Cuda(facts) => Ok(cuda::select::select(problem, facts, machine)?.0),
-        Device::Metal(facts) => Ok(metal::select::select(problem, facts, machine)?.0),
+        Device::Cuda(facts) => Ok(cuda::select::select(problem, facts, machine)?.choice),
+        Device::Metal(facts) => Ok(metal::select::select(problem, facts, machine)?.choice),
     }
 }
 
@@ -62,11 +62,13 @@ impl Plan {
     }
 
     /// How the kernels are launched, if the plan is for an NVIDIA GPU.
+    #[doc(hidden)]
     pub fn cuda(&self) -> Option<&cuda::Launches> {
         self.backend()
     }
 
     /// How the kernels are launched, if the plan is for an Apple GPU.
+    #[doc(hidden)]
     pub fn metal(&self) -> Option<&metal::Launch> {
         self.backend()
     }

@@ -121,15 +121,15 @@ fn sign_bit(x: f32) -> u8 {
 /// The bits of exponent and mantissa of the nearest number, ties to even, in a format with
 /// `mantissa_bits` mantissa bits and smallest normal number 2^`least_exponent`. `magnitude` does
 /// not exceed the largest number.
-fn nearest_code(magnitude: f32, mantissa_bits: u32, least_exponent: i32) -> u8 {
-    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(least_exponent);
+fn nearest_code(magnitude: f32, mantissa_bits: u32, min_exponent: i32) -> u8 {
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(min_exponent);
     // The distance between neighbours there is 2^(exponent - mantissa_bits): a power of two, so the
     // quotient is exact.
     let steps = f64::from(magnitude) * 2f64.powi(mantissa_bits as i32 - exponent);
     let steps = steps.round_ties_even() as u32;
     // Mantissa steps carry into the exponent: 2^mantissa_bits of them are the smallest normal
     // number.
-    (((exponent - least_exponent) as u32) * (1 << mantissa_bits) + steps) as u8
+    (((exponent - min_exponent) as u32) * (1 << mantissa_bits) + steps) as u8
 }
 
 /// A scale past the range of f16 saturates, where GGUF stores an infinity.

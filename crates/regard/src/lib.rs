@@ -31,6 +31,7 @@ mod dtype;
 mod error;
 mod expect;
 pub mod format;
+mod kernel_parameters;
 mod level;
 mod machine;
 mod memory;

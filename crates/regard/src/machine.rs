@@ -79,7 +79,7 @@ impl Machine {
     /// says). Starts no thread.
     ///
     /// "All its threads" is a thread per core that this process may use, or fewer where
-    /// `RAYON_NUM_THREADS` says so; inside a rayon pool (feature `rayon`), as many as that pool
+    /// `RAYON_NUM_THREADS` sets them; inside a rayon pool (feature `rayon`), as many as that pool
     /// has. [`Machine::with_threads`] sets another number.
     ///
     /// # Errors

@@ -119,7 +119,7 @@ pub fn attention_rows(inputs: &Inputs, rows: &[Row]) -> Result<Reference, Error>
     inputs.problem(DType::F32, true)?;
     let mut reference = Reference { rows: rows.to_vec(), ..Reference::default() };
     for &row in rows {
-        let (out, lse, rounding) = exact_row(&RowOperands::new(inputs, row));
+        let ExactRow { out, lse, rounding } = exact_row(&RowOperands::new(inputs, row));
         reference.out.extend(out);
         reference.lse.push(lse);
         reference.rounding.push(rounding);
@@ -151,64 +151,28 @@ pub fn naive(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Referenc
     Ok(reference)
 }
 
-/// `docs/semantics.md`, line by line.
-fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
-    let attention = &row.inputs.attention;
-    let query = row.query();
-    let scale = attention.scale.map_or(1.0 / (query.len() as f64).sqrt(), f64::from);
+/// A row in f64.
+struct ExactRow {
+    out: Vec<f64>,
+    lse: f64,
+    rounding: Rounding,
+}
 
-    struct Kept {
-        key: usize,
-        score: f64,
-        error: f64,
-    }
-    let mut kept = Vec::new();
+/// `docs/semantics.md`, line by line.
+fn exact_row(row: &RowOperands) -> ExactRow {
+    // Steps 1 to 4.
+    let query = row.query();
     let mut key_vector = vec![0.0; query.len()];
-    for key in row.candidates() {
-        // Step 4, first: a key that is not kept is not read.
-        if !row.keeps(key) {
-            continue;
-        }
-        let key_scale = row.read_key(key, &mut key_vector);
-        // 1. score
-        let mut score = scale * key_scale * sum_of(&query, &key_vector, |q, k| q * k);
-        let terms = sum_of(&query, &key_vector, |q, k| (q * k).abs());
-        let mut magnitude = (scale * key_scale).abs() * terms;
-        // The contract ends where the terms of a product, or of a score, come to more than f32
-        // holds.
-        let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
-        if terms.max(magnitude) > largest {
-            score = f64::NAN;
-        }
-        let lost = SMALLEST_NORMAL * sum_of(&query, &key_vector, |q, k| q.abs() + k.abs() + 2.0);
-        let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
-        // A kernel multiplies with the key's scale before or after the product.
-        let sum_error = drift + scale.abs() * key_scale.abs().max(1.0) * lost;
-        // 2. softcap
-        if let Some(cap) = attention.softcap.map(f64::from) {
-            score = cap * (score / cap).tanh();
-        }
-        // 3. bias
-        let distance = (row.position() - row.key_position(key)).unsigned_abs() as f64;
-        let bias = -row.slope() * distance + row.additive_mask(key);
-        magnitude += bias.abs();
-        // A bias of minus infinity hides its key; a finite one never does.
-        if bias == f64::NEG_INFINITY {
-            continue;
-        }
-        score += bias;
-        if bias.is_finite() {
-            score = score.clamp(-LARGEST, LARGEST);
-        }
-        kept.push(Kept { key, score, error: score_error(magnitude) + sum_error });
-    }
+    let score = |key| exact_score(row, &query, key, &mut key_vector);
+    let kept: Vec<Kept> = row.candidates().into_iter().filter_map(score).collect();
 
     // 5. softmax over what was kept and the sink.
     let sink = row.sink();
     let max = kept.iter().map(|kept| kept.score).fold(sink, maximum);
     let mut out = vec![0.0; row.value_dim()];
     if max == f64::NEG_INFINITY {
-        return (out, f64::NEG_INFINITY, Rounding { empty: true, ..Rounding::default() });
+        let rounding = Rounding { empty: true, ..Rounding::default() };
+        return ExactRow { out, lse: f64::NEG_INFINITY, rounding };
     }
     let sum = kept.iter().map(|kept| (kept.score - max).exp()).sum::<f64>() + (sink - max).exp();
 
@@ -230,13 +194,77 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     if of_all_keys.fold(0.0, maximum) * kept.len() as f64 >= LARGEST_VALUES {
         out.fill(f64::NAN);
     }
+    let rounding = rounding(&kept, &largest_values, sink, lse, largest(&out));
+    ExactRow { out, lse, rounding }
+}
 
-    // How far f32 roundings can move these results: see `Rounding`.
-    let largest_out = largest(&out);
+/// A key that a row keeps.
+struct Kept {
+    key: usize,
+    score: f64,
+    /// The error of the score: `d_j` of [`Rounding`].
+    error: f64,
+}
+
+/// Steps 1 to 4 for one key; `None` if it is not kept. `key_vector` is overwritten.
+fn exact_score(
+    row: &RowOperands,
+    query: &[f64],
+    key: usize,
+    key_vector: &mut [f64],
+) -> Option<Kept> {
+    // Step 4, first: a key that is not kept is not read.
+    if !row.keeps(key) {
+        return None;
+    }
+    let attention = &row.inputs.attention;
+    let scale = attention.scale.map_or(1.0 / (query.len() as f64).sqrt(), f64::from);
+    let key_scale = row.read_key(key, key_vector);
+    // 1. score
+    let mut score = scale * key_scale * sum_of(query, key_vector, |q, k| q * k);
+    let terms = sum_of(query, key_vector, |q, k| (q * k).abs());
+    let mut magnitude = (scale * key_scale).abs() * terms;
+    // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
+    let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
+    if terms.max(magnitude) > largest {
+        score = f64::NAN;
+    }
+    let lost = SMALLEST_NORMAL * sum_of(query, key_vector, |q, k| q.abs() + k.abs() + 2.0);
+    let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
+    // A kernel multiplies with the key's scale before or after the product.
+    let sum_error = drift + scale.abs() * key_scale.abs().max(1.0) * lost;
+    // 2. softcap
+    if let Some(cap) = attention.softcap.map(f64::from) {
+        score = cap * (score / cap).tanh();
+    }
+    // 3. bias
+    let distance = (row.position() - row.key_position(key)).unsigned_abs() as f64;
+    let bias = -row.slope() * distance + row.additive_mask(key);
+    magnitude += bias.abs();
+    // A bias of minus infinity hides its key; a finite one never does.
+    if bias == f64::NEG_INFINITY {
+        return None;
+    }
+    score += bias;
+    if bias.is_finite() {
+        score = score.clamp(-LARGEST, LARGEST);
+    }
+    Some(Kept { key, score, error: score_error(magnitude) + sum_error })
+}
+
+/// How far f32 roundings can move a row's results: see [`Rounding`]. `values` has an element per
+/// kept key.
+fn rounding(
+    kept: &[Kept],
+    values: &[LargestValue],
+    sink: f64,
+    lse: f64,
+    largest_out: f64,
+) -> Rounding {
     let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
     rounding.lse = (kept.len() as f64).sqrt() * HALF_EPSILON;
     rounding.out = 2.0 * rounding.lse * largest_out + 2.0 * SMALLEST_NORMAL;
-    for (&Kept { score, error, .. }, largest) in kept.iter().zip(largest_values) {
+    for (&Kept { score, error, .. }, largest) in kept.iter().zip(values) {
         let moved = (score - lse).exp() * error + SMALLEST_NORMAL;
         rounding.probabilities += ((score - lse).exp() * largest.value).powi(2);
         rounding.lse += moved;
@@ -249,7 +277,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         rounding.lse += moved;
         rounding.out += moved * largest_out;
     }
-    (out, lse, rounding)
+    rounding
 }
 
 /// The sum of `term` over two vectors of the same length. Eight sums, so that the compiler can use

@@ -4,7 +4,7 @@
 //!
 //! A paged cache is two pools of blocks and a table. Keys and values are views of shape `[blocks,
 //! block_size, Hkv, D]`; slot `j` of sequence `b` is slot `j % block_size` of block `block_table[b,
-//! j / block_size]`, and `kv_lens[b]` says how many slots are in use. Any block size works, and any
+//! j / block_size]`, and `kv_lens[b]` is the number of slots in use. Any block size works, and any
 //! order of the pool's dimensions in memory, because only strides differ:
 //!
 //! | the pool in memory | the view of the keys |
@@ -146,7 +146,7 @@ impl Append<'_> {
         self.start..self.end
     }
 
-    /// The slots of the new tokens, in order, one range a block.
+    /// The slots of the new tokens, in order, one range per block.
     pub fn ranges(&self) -> impl Iterator<Item = SlotRange> + '_ {
         let Append { table, block_size, start, end, .. } = *self;
         let columns =
@@ -196,7 +196,7 @@ struct Sequence {
     len: usize,
     /// Leading blocks that were released.
     released: usize,
-    /// One entry a block, -1 for the released ones.
+    /// One entry per block, -1 for the released ones.
     table: Vec<i32>,
 }
 
@@ -320,7 +320,7 @@ impl PageAllocator {
         Ok(fresh + usize::from(tokens > 0 && self.tail_is_shared(state)))
     }
 
-    /// Makes room for `tokens` more tokens and says where they go.
+    /// Makes room for `tokens` more tokens and returns their slots.
     ///
     /// # Errors
     /// [`Error::OutOfPages`] if there are too few free blocks, [`Error::Argument`] as
@@ -379,7 +379,7 @@ impl PageAllocator {
         Ok(())
     }
 
-    /// Releases the blocks that are wholly before `position`: with a window of `left`, and the next
+    /// Releases the blocks that end before `position`: with a window of `left`, and the next
     /// query row at position `p`, that is `p - left`. The sequence keeps its length, and its table
     /// gets -1 for them. Returns how many blocks became free (shared ones stay with the others).
     ///

@@ -21,6 +21,17 @@ pub struct Plan {
     backend: Arc<dyn BackendPlan>,
 }
 
+/// What a backend decided for a problem.
+#[derive(Debug)]
+pub(crate) struct Selection<B> {
+    /// The kernel and its tile.
+    pub choice: Choice,
+    /// How keys are split.
+    pub split: Split,
+    /// The backend's part of the plan.
+    pub backend: B,
+}
+
 /// The backend's part of a plan.
 pub(crate) trait BackendPlan: Any + Debug + Send + Sync {
     /// Threads that take part, at most; on a GPU, thread blocks (threadgroups).
@@ -56,17 +67,16 @@ impl PartialEq for Plan {
 impl Eq for Plan {}
 
 impl Plan {
-    /// A plan of what was decided.
+    /// A plan of what a backend decided.
     ///
     /// # Errors
     /// If its workspace is larger than memory can be.
-    pub(crate) fn from_parts(
+    pub(crate) fn from_selection<B: BackendPlan>(
         problem: &Problem,
         machine: &Machine,
-        choice: Choice,
-        split: Split,
-        backend: Arc<dyn BackendPlan>,
+        selection: Selection<B>,
     ) -> Result<Plan, Error> {
+        let Selection { choice, split, backend } = selection;
         let limit = isize::MAX as usize / 2;
         if backend.workspace_bytes() > limit {
             return Err(Error::argument(
@@ -75,7 +85,13 @@ impl Plan {
                 format!("a workspace below {limit} bytes"),
             ));
         }
-        Ok(Plan { problem: problem.clone(), machine: machine.clone(), choice, split, backend })
+        Ok(Plan {
+            problem: problem.clone(),
+            machine: machine.clone(),
+            choice,
+            split,
+            backend: Arc::new(backend),
+        })
     }
 
     /// The problem that was planned for.

@@ -5,6 +5,7 @@
 
 mod contents;
 mod describe;
+mod key_shape;
 mod prefix;
 mod selection;
 mod shapes;
@@ -25,7 +26,7 @@ pub const MAX_HEAD_DIM: usize = 576;
 /// The longest sequence, and the largest number of sequences or blocks: what an `i32` can count.
 pub const MAX_LEN: usize = i32::MAX as usize;
 
-/// The largest magnitude of `scale`, of `softcap` (whose least is the inverse of this) and of an
+/// The largest magnitude of `scale`, of `softcap` (whose minimum is the inverse of this) and of an
 /// ALiBi slope: 2^60. Within it, the scale over the softcap and a slope times any distance are
 /// numbers that f32 holds, with nothing lost to underflow. Models use numbers between 1e-3 and 1e2.
 pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
@@ -42,7 +43,7 @@ pub const CACHE_DTYPES: [DType; 8] = [
     DType::Q4_0,
 ];
 
-/// Whether a head dim is a whole number of a type's elements.
+/// Whether a head dim is a multiple of a type's elements.
 fn whole_blocks(argument: &str, dim: usize, dtype: DType) -> Result<(), Error> {
     if dim.is_multiple_of(dtype.values()) {
         return Ok(());
@@ -130,7 +131,7 @@ pub struct Problem {
     pub variant: Variant,
     /// Lists of the keys that rows attend to, if rows do not attend to all.
     pub key_lists: Option<KeyLists>,
-    /// Prefix groups, at most; 0 if no sequences are said to share their first keys.
+    /// Maximum prefix groups; 0 if no sequences share their first keys.
     pub prefix_groups: usize,
     /// Whether the log-sum-exp of each row is asked for.
     pub lse: bool,
@@ -248,7 +249,7 @@ impl Problem {
         self.query_heads.checked_div(self.kv_heads).unwrap_or(0)
     }
 
-    /// Query rows of all sequences and heads, at most.
+    /// Maximum query rows of all sequences and heads.
     pub fn rows(&self) -> usize {
         let tokens = match self.queries {
             QueryStorage::Batched => self.batch.saturating_mul(self.query_len),
@@ -257,7 +258,7 @@ impl Problem {
         tokens.saturating_mul(self.query_heads)
     }
 
-    /// Whether the numbers make sense together.
+    /// Whether the numbers are consistent.
     pub fn validate(&self) -> Result<(), Error> {
         one_of("batch", self.batch, 0..MAX_LEN + 1)?;
         one_of("query_heads", self.query_heads, 1..MAX_LEN + 1)?;

@@ -7,7 +7,7 @@ use crate::level::Level;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kernel {
-    /// Tiled attention on the CPU, prefill and decode alike.
+    /// Tiled attention on the CPU, for prefill and decode.
     Cpu(Level),
     /// The same with AVX-512 and both products on pairs of bf16 (VDPBF16PS). Probabilities are
     /// rounded to bf16.

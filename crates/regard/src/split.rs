@@ -91,20 +91,20 @@ pub(crate) fn cut(work: &Work) -> Cut {
         let parallel = !enough && count > 1 && states <= max_states;
         return Cut { keys: INVARIANT_KEYS, count, parallel };
     }
-    let whole = Cut { keys: whole_tiles(kv_len).max(tile_keys), count: 1, parallel: false };
+    let unsplit = Cut { keys: whole_tiles(kv_len).max(tile_keys), count: 1, parallel: false };
     if enough {
-        return whole;
+        return unsplit;
     }
     let items_per_worker = if items < workers { splits_per_worker } else { ITEMS_PER_WORKER };
     let wanted = workers.saturating_mul(items_per_worker).div_ceil(items.max(1)).max(1);
     let keys = whole_tiles(kv_len.div_ceil(wanted).max(MIN_KEYS));
     match kv_len.div_ceil(keys) {
-        0 | 1 => whole,
+        0 | 1 => unsplit,
         count => Cut { keys, count, parallel: true },
     }
 }
 
-/// Chooses the split, as [`cut`], and says why.
+/// Chooses the split, as [`cut`], with the reason.
 pub(crate) fn split(work: &Work) -> Split {
     let Cut { keys, count, parallel } = cut(work);
     let Work { items, kv_len, workers, .. } = *work;

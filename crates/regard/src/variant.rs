@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// How far a query sees to either side of its own position. `None` is unbounded.
+/// How far a query sees to either side of its own position, in positions. `None` is unbounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Window {
     /// Keys before the query's position that are kept.
@@ -30,7 +30,7 @@ pub enum QueryOffset<T> {
     /// first rows empty. From -2^31 to 2^31 - 1, as if it stood in a tensor: another number is an
     /// error.
     Same(i64),
-    /// One position a sequence: `[B]`, `i32`.
+    /// One position per sequence: `[B]`, `i32`.
     PerSequence(T),
 }
 
@@ -56,8 +56,8 @@ pub enum Values {
     KeyPrefix,
 }
 
-/// Everything about an attention call besides queries, keys and values. Field names are those of
-/// the case files.
+/// Everything about an attention call besides queries, keys and values. Case files use the same
+/// field names.
 ///
 /// `B` is the number of sequences, `Hq` of query heads, `Lq` the longest query length, `Lk` the key
 /// capacity of a sequence. The default is full (not causal) attention over dense sequences with
@@ -171,8 +171,8 @@ impl<T> Attention<T> {
     }
 
     /// The tensors that `tensor` gives for their names, everything else at its default. Names are
-    /// those of the fields; `q_offset` is that of [`QueryOffset::PerSequence`], and `key_offset`
-    /// that of [`KeyOffset::PerSequence`](crate::KeyOffset), with a stride of 1.
+    /// the names of the fields; `q_offset` is the tensor of [`QueryOffset::PerSequence`], and
+    /// `key_offset` that of [`KeyOffset::PerSequence`](crate::KeyOffset), with a stride of 1.
     pub fn from_named(mut tensor: impl FnMut(&'static str) -> Option<T>) -> Self {
         Attention {
             scale: None,

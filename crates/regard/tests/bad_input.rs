@@ -437,13 +437,13 @@ fn vectors_of_the_wrong_shape() {
         but(dense(), |a| a.alibi_slopes = five),
         "alibi_slopes",
         "[5]",
-        "[4] (one a query head)",
+        "[4] (one per query head)",
     );
     refused(
         but(dense(), |a| a.sinks = Some(floats([4, 1]))),
         "sinks",
         "[4, 1]",
-        "[4] (one a query head)",
+        "[4] (one per query head)",
     );
     refused(
         but(dense(), |a| a.kv_lens = Some(ints(&[5], [1]))),
@@ -522,7 +522,7 @@ fn block_tables() {
     refused(table(&[3, i32::MIN, -1, 5, 1, -1]), "block_table[0, 1]", "-2147483648", "0..6");
     // The third block of neither sequence is in use: -1 there is fine, and so is any other number.
     accepted(&table(&[3, 0, -1, 5, 1, i32::MAX]));
-    // Rows at positions 4, 5 and 6 that see only their own key: nobody sees the keys 0..4 of the
+    // Rows at positions 4, 5 and 6 that see only their own key: no row sees the keys 0..4 of the
     // first block.
     let alone = but(table(&[-1, 0, -1, -7, 1, -1]), |a| {
         a.q_offset = QueryOffset::Same(4);

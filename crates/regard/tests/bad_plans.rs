@@ -67,15 +67,15 @@ fn problems_that_make_no_sense() {
 /// The largest numbers that a problem can have are planned, or refused, without overflow.
 #[test]
 fn the_largest_problems_and_machines() {
-    let most = i32::MAX as usize;
-    let ragged = QueryStorage::Ragged { total: most };
+    let max = i32::MAX as usize;
+    let ragged = QueryStorage::Ragged { total: max };
     let batched = QueryStorage::Batched;
     for (batch, query_len, heads, queries) in [
-        (most, 1, 1 << 19, batched),
-        (1 << 19, most, 2, batched),
-        (most, most, 1 << 19, ragged),
-        (1, 1, most, batched),
-        (1, most, 1, batched),
+        (max, 1, 1 << 19, batched),
+        (1 << 19, max, 2, batched),
+        (max, max, 1 << 19, ragged),
+        (1, 1, max, batched),
+        (1, max, 1, batched),
         (1, 1, 1, batched),
     ] {
         for (threads, batch_invariant) in
@@ -88,7 +88,7 @@ fn the_largest_problems_and_machines() {
                 kv_heads: heads,
                 head_dim: 576,
                 value_dim: 576,
-                kv_len: most,
+                kv_len: max,
                 queries,
                 batch_invariant,
                 ..dense_problem()

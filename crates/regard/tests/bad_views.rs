@@ -155,19 +155,19 @@ fn an_index_outside_the_shape_never_wraps_around() {
 fn reaches_of_several_dimensions_whose_sum_wraps_128_bits() {
     // 2 * -(2^127 - 2^64) is 2^65 modulo 2^128, which a check of the sum alone would take for a
     // reach forwards.
-    let (most, least) = (usize::MAX, i64::MIN);
+    let (max, min) = (usize::MAX, i64::MIN);
     for dims in 2..=5 {
         // SAFETY: refused before it is read.
         let view = unsafe {
             Tensor::from_raw(
                 F32.as_ptr().cast(),
                 DType::F32,
-                &vec![most; dims],
-                Some(&vec![least; dims]),
+                &vec![max; dims],
+                Some(&vec![min; dims]),
             )
         };
         expect(view.map(|_| ()).unwrap_err(), "strides", "-9223372036854775808", "below 2^60");
-        let view = Tensor::from_slice(&F32, &vec![most; dims], Some(&vec![i64::MAX; dims]));
+        let view = Tensor::from_slice(&F32, &vec![max; dims], Some(&vec![i64::MAX; dims]));
         expect(view.map(|_| ()).unwrap_err(), "strides", "9223372036854775807", "below 2^60");
     }
 }
@@ -240,9 +240,9 @@ fn strides_that_nothing_is_multiplied_by() {
 #[test]
 fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     let begun = Instant::now();
-    let most = i32::MAX as usize;
-    let nothing = Tensor::new(&F32[..0], [most, 0, 1, 8]).expect("reaches nothing");
-    let key = Tensor::with_strides(&F32, [most, 1, 1, 8], [0, 0, 0, 1]).expect("one row");
+    let max = i32::MAX as usize;
+    let nothing = Tensor::new(&F32[..0], [max, 0, 1, 8]).expect("reaches nothing");
+    let key = Tensor::with_strides(&F32, [max, 1, 1, 8], [0, 0, 0, 1]).expect("one row");
     let out: Vec<f32> =
         attention(nothing, nothing, nothing, &Attention::default()).expect("nothing to do");
     assert_eq!(out, []);

@@ -8,7 +8,7 @@ use regard::{
     Tensor, TensorMut,
 };
 
-/// A view of memory that nobody looks into, each at an address of its own.
+/// A view of memory that is never read, each at another address.
 fn tensor(place: u64, dtype: DType, shape: &[usize]) -> Tensor<'static, DeviceMemory> {
     // SAFETY: nothing is run, so nothing is read.
     unsafe { Tensor::from_device_address(place << 40, dtype, shape, None) }.unwrap()

@@ -10,7 +10,7 @@ use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptur
 use regard::cuda::cudarc::driver::{
     CudaGraph, CudaSlice, CudaStream, DevicePtr, DeviceRepr, result,
 };
-use regard::cuda::{Append, COUNTER_BYTES, DeviceMemory, Gpu, gpus};
+use regard::cuda::{Append, COUNTER_BYTES, DeviceMemory, Gpu, RawWorkspace, gpus};
 use regard::oracle::Judge;
 use regard::paged::{PageAllocator, SequenceId, Step, TableLayout};
 use regard::{
@@ -197,7 +197,7 @@ impl<T: Element> Engine<T> {
     }
 
     /// Attention of so many rows, all that the tables do not say being as planned.
-    fn run(&self, rows: usize, softcap: Option<f32>, workspace: usize) -> Result<(), Error> {
+    fn run(&self, rows: usize, softcap: Option<f32>, bytes: usize) -> Result<(), Error> {
         let stream = &*self.stream;
         let packed = view(&self.tables, stream, DType::I32, &[LAYOUT.len()])?;
         let shape = [rows, QUERY_HEADS, DIM];
@@ -211,7 +211,8 @@ impl<T: Element> Engine<T> {
             out: view_mut(&self.out, stream, T::DTYPE, &shape)?,
             lse: Some(view_mut(&self.lse, stream, DType::F32, &shape[..2])?),
         };
-        let workspace = (self.workspace.device_ptr(stream).0, workspace);
+        let (address, _) = self.workspace.device_ptr(stream);
+        let workspace = RawWorkspace { address, bytes };
         // SAFETY: as above. The counters are zero: every run leaves them so.
         unsafe {
             self.gpu.run_raw(&self.plan, stream.cu_stream(), &inputs, &mut outputs, workspace)

@@ -174,7 +174,7 @@ fn bits_depend_on_the_batch() {
 
 #[test]
 fn workspace_is_over_requested() {
-    // vllm#40023: 16 times what was needed. Here: a few tiles a thread, whatever the lengths.
+    // vllm#40023: 16 times what was needed. Here: a few tiles per thread for any lengths.
     let problem = |q_len, kv_len| {
         let case = Spec {
             causal: true,
@@ -198,10 +198,10 @@ fn workspace_is_over_requested() {
             let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
             let tile =
                 4 * (2 * (rows + keys) * 256 + 2 * rows * keys) + 8 * 4 * rows * 256 + (64 << 10);
-            let most = threads * tile;
+            let max_bytes = threads * tile;
             assert!(
-                plan.workspace_bytes() <= most,
-                "{} > {most}: {}",
+                plan.workspace_bytes() <= max_bytes,
+                "{} > {max_bytes}: {}",
                 plan.workspace_bytes(),
                 plan.explain()
             );

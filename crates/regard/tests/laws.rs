@@ -1,4 +1,4 @@
-//! Laws that hold whatever the numbers: what must not change a result does not, to the bit where
+//! Laws that hold for any numbers: what must not change a result does not, to the bit where
 //! the contract says so.
 
 #[path = "support/dequantized.rs"]
@@ -290,15 +290,15 @@ fn a_plan_for_more_serves_less() {
         let checker = Checker::new(&case, None).map_err(|failure| failure.to_string())?;
         for machine in &machines {
             let output = case.run(|inputs, outputs| {
-                let most = with_larger_bounds(Problem::from_operands(inputs, outputs)?);
-                let plan = Plan::new(&most, machine)?;
+                let larger = with_larger_bounds(Problem::from_operands(inputs, outputs)?);
+                let plan = Plan::new(&larger, machine)?;
                 plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
             });
             let output = output.map_err(|error| format!("{} on {machine}: {error}", spec.name))?;
             checker
                 .check(&output)
                 .map_err(|failure| format!("{} on {machine}: {failure}", spec.name))?;
-            // Decode is split for the lengths in use, whatever the plan's bounds.
+            // Decode is split for the lengths in use, not for the plan's bounds.
             let decodes = spec.sequences.iter().all(|sequence| sequence.q_len <= 1);
             let same_bits = spec.batch_invariant || decodes;
             if same_bits && bits(&output) != bits(&support::run(&case, machine)) {

@@ -21,7 +21,7 @@ const LAYERS: &[&[&str]] = &[
     &["variant"],
     &["problem"],
     &["oracle", "append", "merge", "split", "select"],
-    &["plan", "paged"],
+    &["plan", "paged", "kernel_parameters"],
     // The backends: each knows everything below, and none knows another.
     &["cpu", "cuda", "metal"],
     &["backend"],

@@ -67,11 +67,11 @@ fn memory_is_threads_times_tile() {
                 let problem = Problem { batch_invariant, ..problem(dim, query_heads, kv_heads) };
                 let plan =
                     Plan::new(&problem, &Machine::host().unwrap().with_threads(threads)).unwrap();
-                let most = threads * tile_bytes(&plan);
+                let max_bytes = threads * tile_bytes(&plan);
                 let found = plan.workspace_bytes();
                 assert!(
-                    found <= most,
-                    "{found} bytes for {threads} threads, {most} allowed:\n{}",
+                    found <= max_bytes,
+                    "{found} bytes for {threads} threads, {max_bytes} allowed:\n{}",
                     plan.explain()
                 );
             }
@@ -99,12 +99,12 @@ fn memory_is_threads_times_tile() {
     let mut workspace = vec![0; plan.workspace_bytes()];
     plan.run(&inputs, &mut outputs, &mut workspace).unwrap();
     let peak = PEAK.load(Relaxed) - before;
-    let most = threads * tile_bytes(&plan);
+    let max_bytes = threads * tile_bytes(&plan);
     println!(
-        "peak {peak} bytes beyond operands, workspace {}, {most} allowed",
+        "peak {peak} bytes beyond operands, workspace {}, {max_bytes} allowed",
         plan.workspace_bytes()
     );
-    assert!(peak <= most, "{peak} bytes at the peak, {most} allowed");
+    assert!(peak <= max_bytes, "{peak} bytes at the peak, {max_bytes} allowed");
 
     // Running again allocates nothing at all, on regard's own threads (the first run has started
     // them) and on the calling thread alone.

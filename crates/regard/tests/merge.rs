@@ -61,8 +61,8 @@ impl Trial {
                 // One rounding to the type (f16's steps are even below its normal numbers), and in
                 // f32 one of each part's weight and product: exponents of up to 40 have errors of
                 // 40 roundings.
-                let least = if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
-                let rounding = (dtype.epsilon() / 2.0 * expected.abs()).max(least);
+                let min_rounding = if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
+                let rounding = (dtype.epsilon() / 2.0 * expected.abs()).max(min_rounding);
                 let slack = rounding + (64.0 + parts as f64) * f64::from(f32::EPSILON) * scale;
                 found == expected || (found - expected).abs() <= slack
             };

@@ -80,9 +80,9 @@ fn every_case() {
                 run_case(library, case, (machine, schedule)).map_err(|why| failed(&why))?;
             let verdict = checker.check(&output).map_err(|failure| failed(&failure))?;
             let mut worst = worst.lock().expect("no thread panics here");
-            let most = worst.entry(spec.dtype.name()).or_insert((0.0, String::new()));
-            if verdict.agreement.worst > most.0 {
-                *most = (verdict.agreement.worst, spec.name.clone());
+            let worst_of_type = worst.entry(spec.dtype.name()).or_insert((0.0, String::new()));
+            if verdict.agreement.worst > worst_of_type.0 {
+                *worst_of_type = (verdict.agreement.worst, spec.name.clone());
             }
             Ok::<_, String>(())
         };
@@ -286,7 +286,7 @@ fn poison_in_codes_and_scales_never_shows() {
 }
 
 /// Lengths and tables that only the device knows are clamped there: nothing outside the operands is
-/// touched, whatever they hold.
+/// touched.
 #[test]
 fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
     let Some(compiler) = compiler() else { return };
@@ -363,20 +363,20 @@ fn merged_parts_are_what_the_state_algebra_says() {
         run(&mut library, &dispatch, 3).unwrap_or_else(|why| panic!("{why}"));
         for row in 0..rows {
             let of_parts = (0..parts).map(|part| f64::from(lse[part * rows + row]));
-            let most = of_parts.clone().fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = of_parts.clone().map(|lse| (lse - most).exp()).sum();
-            if most == f64::NEG_INFINITY {
+            let max = of_parts.clone().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = of_parts.clone().map(|lse| (lse - max).exp()).sum();
+            if max == f64::NEG_INFINITY {
                 assert!(out[row * dim..][..dim].iter().all(|x| x.to_bits() == 0), "row {row}");
                 assert_eq!(out_lse[row], none);
                 continue;
             }
-            assert!((f64::from(out_lse[row]) - most - sum.ln()).abs() < 1e-5, "row {row}");
+            assert!((f64::from(out_lse[row]) - max - sum.ln()).abs() < 1e-5, "row {row}");
             for d in 0..dim {
                 let expected: f64 = of_parts
                     .clone()
                     .enumerate()
                     .map(|(part, lse)| {
-                        (lse - most).exp() / sum * f64::from(outputs[(part * rows + row) * dim + d])
+                        (lse - max).exp() / sum * f64::from(outputs[(part * rows + row) * dim + d])
                     })
                     .sum();
                 let found = f64::from(out[row * dim + d]);
@@ -421,11 +421,11 @@ fn pieces_of_a_dispatch_are_the_whole() {
             let output = output.unwrap_or_else(|error| panic!("{error}"));
             (rows_of(&spec, &case, &output), count)
         };
-        let (whole, dispatches) = run_in(1);
+        let (uncut, dispatches) = run_in(1);
         for pieces in [2, 3, 7, 1000] {
             let (cut, more) = run_in(pieces);
             assert!(more > dispatches, "{name}: {more} of {pieces}");
-            assert_eq!(cut, whole, "{name} in {pieces}");
+            assert_eq!(cut, uncut, "{name} in {pieces}");
         }
     }
 }

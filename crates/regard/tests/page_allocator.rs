@@ -1,6 +1,6 @@
 //! The page allocator against a naive model: every sequence is a plain list of token values, and a
 //! pool in memory is written and copied exactly as the allocator says. After every operation each
-//! token must still be found where the table points, whoever shares its block.
+//! token must still be found where the table points, even if its block is shared.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -40,7 +40,7 @@ struct Model {
     pages: PageAllocator,
     /// The tokens of each sequence, and how many leading ones were released.
     sequences: BTreeMap<SequenceId, (Vec<u64>, usize)>,
-    /// One token value a slot; 0 is what nobody wrote, or garbage left behind.
+    /// One token value per slot; 0 if it was never written, or holds garbage.
     pool: Vec<u64>,
     next_token: u64,
 }
@@ -202,7 +202,7 @@ impl Model {
                 "holders of block {block}"
             );
             if expected == 0 {
-                // Whoever still counts on a block that nobody holds must not get away with it.
+                // A sequence that still uses a block without a holder is found out.
                 self.pool[block * block_size..][..block_size].fill(0);
             }
         }

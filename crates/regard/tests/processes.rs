@@ -214,7 +214,7 @@ fn no_thread_can_be_had() {
         return;
     }
     forbid_threads();
-    // First of all what nobody has prepared: the machine, and the whole way from operands to an
+    // First without any preparation: the machine, and all steps from operands to an
     // output.
     let machine = Machine::host().expect("this machine");
     let view = |data| Tensor::new(data, [1, ROWS, 8, DIM]).expect("whole");

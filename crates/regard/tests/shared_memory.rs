@@ -95,7 +95,7 @@ fn a_workspace_that_shares_memory() {
             expect(run(at).unwrap_err(), "workspace", name, "memory of its own");
         }
     }
-    // SAFETY: nobody writes it now.
+    // SAFETY: nothing writes it now.
     let untouched = unsafe { std::slice::from_raw_parts(start, length) };
     assert!(untouched.iter().all(|&x| x == SENTINEL));
     run(4 * 192).expect("side by side is fine");

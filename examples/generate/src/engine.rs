@@ -22,13 +22,13 @@ use std::time::{Duration, Instant};
 pub struct Settings {
     /// Pages of the cache.
     pub blocks: usize,
-    /// Tokens a page.
+    /// Tokens per page.
     pub block_size: usize,
     /// How the cache stores keys and values.
     pub cache: CacheType,
     /// Requests that run at once, at most.
     pub requests: usize,
-    /// Tokens a step, at most; what decodes leave of them goes to prompts. At least `requests`.
+    /// Maximum tokens per step; decodes come first, prompts take the rest. At least `requests`.
     pub step_tokens: usize,
     /// Whether requests read shared pages together, and whether a request's answer may depend on
     /// what runs beside it.
@@ -75,7 +75,7 @@ pub struct Event {
     pub token: u32,
     /// Its score, less that of the runner-up.
     pub margin: f32,
-    /// Whether it is the last one: a stop token, or the most that were asked for.
+    /// Whether it is the last one: a stop token, or the requested maximum.
     pub last: bool,
 }
 

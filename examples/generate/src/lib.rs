@@ -2,7 +2,7 @@
 //! norms, rotary embeddings, tokenizer); all attention is regard's, over a paged cache that many
 //! requests share.
 //!
-//! - [`model`]: the model, which leaves attention to whoever implements [`attend::Attend`];
+//! - [`model`]: the model, whose attention is an implementation of [`attend::Attend`];
 //! - [`attend`]: regard over a paged cache, and candle's own attention to compare with;
 //! - [`cache`]: how the cache stores keys and values;
 //! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared
@@ -18,7 +18,7 @@ mod prefix;
 pub mod stopwatch;
 pub mod text;
 
-/// The most memory that this process had at once, where the system tells (Linux).
+/// Peak memory of this process, if the system reports it (Linux).
 pub fn peak_memory() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

@@ -29,7 +29,7 @@ struct Arguments {
         conflicts_with = "prompts"
     )]
     prompt: Option<String>,
-    /// Many questions, one a line, served together
+    /// Many questions, one per line, served together
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// What the model is told before each question
@@ -47,13 +47,13 @@ struct Arguments {
     /// Requests that run at once, at most
     #[arg(long, value_name = "N", default_value_t = Settings::default().requests)]
     requests: usize,
-    /// Tokens a step, at most: decodes first, then chunks of prompts
+    /// Maximum tokens per step: decodes first, then chunks of prompts
     #[arg(long, value_name = "N", default_value_t = Settings::default().step_tokens)]
     step_tokens: usize,
     /// Pages of the cache
     #[arg(long, value_name = "N", default_value_t = Settings::default().blocks)]
     blocks: usize,
-    /// Tokens a page
+    /// Tokens per page
     #[arg(long, value_name = "N", default_value_t = Settings::default().block_size)]
     block_size: usize,
     /// How the cache stores keys and values

@@ -9,8 +9,8 @@ pub(crate) fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// Prompts of finished requests, kept in the cache for the next ones as long as nobody needs their
-/// pages; oldest first.
+/// Prompts of finished requests, kept in the cache for the next ones as long as no request needs
+/// their pages; oldest first.
 #[derive(Default)]
 pub(crate) struct Retained {
     prompts: VecDeque<(Vec<u32>, SequenceId)>,

@@ -43,7 +43,7 @@ pub enum Command {
     /// kernels that must not spill do not. Modules that the record vouches for are not built again,
     /// but for one of each kind.
     Check {
-        /// Build every module again, whatever the record says. `--only` and `--arch` do so with
+        /// Build every module again, even if the record has it. `--only` and `--arch` do so with
         /// what they name.
         #[arg(long)]
         all: bool,
@@ -194,7 +194,7 @@ pub fn run(command: &Command, packages: &[Package]) -> Result<()> {
         }
         Command::Unpack { into } => {
             return packages.iter().try_for_each(|Package { name, modules }| {
-                ship::unpack_all(&Folders::of(name).images, modules, into)
+                ship::unpack_all(&Folders::for_package(name).images, modules, into)
             });
         }
         Command::Build(selection) | Command::Check { selection, .. } => selection,
@@ -202,7 +202,7 @@ pub fn run(command: &Command, packages: &[Package]) -> Result<()> {
     let selected = selection.packages(packages)?;
     let tools = Tools::obtain()?;
     for Package { name, modules } in selected {
-        let folders = Folders::of(name);
+        let folders = Folders::for_package(name);
         println!("{name}: {}", counted(modules.len(), "module"));
         if modules.is_empty() {
             nothing(command, &folders)?;
@@ -252,7 +252,7 @@ struct Setup<'a> {
 
 impl Folders {
     /// Those of a crate of images.
-    fn of(package: &str) -> Folders {
+    fn for_package(package: &str) -> Folders {
         let crates = crate::workspace().join("crates");
         Folders {
             kernels: crates.join("regard/src/cuda/kernels"),
@@ -281,7 +281,7 @@ impl Selection {
     }
 
     /// Those of the modules that are selected.
-    fn of<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
+    fn select<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
         ship::check_names(modules)?;
         Ok(modules.iter().filter(|module| self.takes(module)).collect())
     }
@@ -321,7 +321,7 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
 
 fn build(modules: &[Module], selection: &Selection, setup: Setup) -> Result<()> {
     let Setup { folders, jobs, .. } = setup;
-    let selected = selection.of(modules)?;
+    let selected = selection.select(modules)?;
     let sources = Sources::read(&folders.kernels)?;
     let compiled = compile(&selected, &sources, setup)?;
     let images = compiled.iter().flat_map(|compiled| compiled.shipped());
@@ -345,7 +345,7 @@ fn build(modules: &[Module], selection: &Selection, setup: Setup) -> Result<()> 
 
 fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> Result<()> {
     let folders = setup.folders;
-    let selected = selection.of(modules)?;
+    let selected = selection.select(modules)?;
     let sources = Sources::read(&folders.kernels)?;
     let stale = record::stale(modules, &selected, &sources, setup)?;
     let mut built = selected.clone();

@@ -2,7 +2,7 @@
 //!
 //! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
 //! generation of GPUs. Images of one kind of modules that differ only in types and in rows of tiles
-//! lie in one archive: they are much alike, and together they compress to little more than each of
+//! lie in one archive: they are similar, and together they compress to little more than each of
 //! them does. An archive starts with a line for each image (name, bytes, and whether its kernels
 //! start early) and an empty line; the images follow. It is compressed by zstd.
 

@@ -65,13 +65,13 @@ pub fn folder() -> &'static Path {
 /// Runs a command that must succeed.
 pub fn succeed(command: &mut Command) -> Output {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(
         output.status.success(),
         "{command:?}: {}\n{}{}",
         output.status,
-        said(&output.stdout),
-        said(&output.stderr)
+        text(&output.stdout),
+        text(&output.stderr)
     );
     output
 }

@@ -309,12 +309,12 @@ pub fn used(
     launches: &Launches,
     queued: impl Iterator<Item = (&'static str, &'static str)> + Clone,
 ) -> Vec<(String, Features)> {
-    let least = launches.prefill.as_ref().map(|prefill| prefill.min_query_len as usize);
-    let most = launches.decode.as_ref().map(|decode| decode.max_query_len as usize);
+    let min_len = launches.prefill.as_ref().map(|prefill| prefill.min_query_len as usize);
+    let max_len = launches.decode.as_ref().map(|decode| decode.max_query_len as usize);
     let lengths =
         || spec.sequences.iter().map(|sequence| sequence.q_len).filter(|&q_len| q_len > 0);
-    let prefills = least.is_some_and(|least| lengths().any(|q_len| q_len >= least));
-    let decodes = most.is_some_and(|most| lengths().any(|q_len| q_len <= most));
+    let prefills = min_len.is_some_and(|min_len| lengths().any(|q_len| q_len >= min_len));
+    let decodes = max_len.is_some_and(|max_len| lengths().any(|q_len| q_len <= max_len));
     let mut of_run = Features::default();
     if prefills && decodes {
         of_run = of_run.with(Feature::Beside);

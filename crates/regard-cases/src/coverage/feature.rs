@@ -2,7 +2,8 @@
 
 use crate::case::{KvLayout, Layout};
 use crate::spec::{
-    CacheSpec, Granularity, Hide, KeyPositionsSpec, Keys, MaskSpec, OffsetSpec, Scales, Spec,
+    CacheSpec, Granularity, Hide, KeyPositionsSpec, Keys, MaskSpec, MaxLens, OffsetSpec, Scales,
+    Spec,
 };
 use regard::{DType, Values};
 use std::fmt;
@@ -170,7 +171,7 @@ impl fmt::Display for Features {
 /// [`Feature::Beside`] and [`Feature::Join`] say, depends on what runs it.
 pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
-    let (queries, keys) = spec.longest();
+    let MaxLens { queries, keys } = spec.max_lens();
     let causal = spec.causal && !spec.tree;
     let block_size = match spec.keys {
         Keys::Paged { block_size, .. } => Some(block_size),
@@ -316,7 +317,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
 fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
     use Feature::*;
     let before = spec.offset.clone();
-    let (queries, keys) = spec.longest();
+    let MaxLens { queries, keys } = spec.max_lens();
     match feature {
         Causal => {
             spec.causal = true;
@@ -360,13 +361,13 @@ fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
 
 /// As [`add`], for positions of keys, which need positions of rows; whether it is possible.
 fn add_key_positions(feature: Feature, spec: &mut Spec) -> bool {
-    let (queries, keys) = spec.longest();
+    let MaxLens { queries, keys } = spec.max_lens();
     let before = spec.key_positions.take();
-    let most = keys as i32;
+    let max_offset = keys as i32;
     let (offsets, stride) = match (feature, &before) {
-        (Feature::KeyOffset, _) => (vec![most / 3], 1),
-        (Feature::KeyOffsets, None) => (vec![most / 3, -7, most / 5], 1),
-        (Feature::KeyOffsets, Some(before)) => (vec![3, -7, most / 5], before.stride),
+        (Feature::KeyOffset, _) => (vec![max_offset / 3], 1),
+        (Feature::KeyOffsets, None) => (vec![max_offset / 3, -7, max_offset / 5], 1),
+        (Feature::KeyOffsets, Some(before)) => (vec![3, -7, max_offset / 5], before.stride),
         (_, None) => (vec![-5], 3),
         (_, Some(before)) => (before.offsets.clone(), 3),
     };
@@ -387,7 +388,7 @@ fn add_key_positions(feature: Feature, spec: &mut Spec) -> bool {
 /// As [`add`], for what changes scores; whether it is possible.
 fn add_to_scores(feature: Feature, spec: &mut Spec) -> bool {
     use Feature::*;
-    let (queries, keys) = spec.longest();
+    let MaxLens { queries, keys } = spec.max_lens();
     let has_scale = spec.scale.is_some();
     let mut mask = |dtype| {
         let hide = Hide::Blocks;
@@ -444,7 +445,7 @@ fn add_to_scores(feature: Feature, spec: &mut Spec) -> bool {
 /// As [`add`], for lengths and pages; whether it is possible.
 fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
     use Feature::*;
-    let (queries, _) = spec.longest();
+    let MaxLens { queries, .. } = spec.max_lens();
     let was_dense = matches!(spec.keys, Keys::Batched { slack: 0 });
     let was_paged = matches!(spec.keys, Keys::Paged { .. });
     let odd_page = if spec.seed.is_multiple_of(2) { 7 } else { 12 };

@@ -342,8 +342,8 @@ fn show_all_blocks(spec: &mut Spec) {
     let seeds = (0..32).map(|i| spec.seed + 1000 * i);
     let best = seeds.max_by_key(|&seed| {
         let kinds = Spec { seed, ..spec.clone() }.mask_blocks(&mask);
-        let [most, next] = if spec.seed.is_multiple_of(2) { [1, 2] } else { [2, 1] };
-        (kinds.contains(&most), kinds.contains(&next), std::cmp::Reverse(seed))
+        let [wanted, next] = if spec.seed.is_multiple_of(2) { [1, 2] } else { [2, 1] };
+        (kinds.contains(&wanted), kinds.contains(&next), std::cmp::Reverse(seed))
     });
     spec.seed = best.unwrap_or(spec.seed);
 }

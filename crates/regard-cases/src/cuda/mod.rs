@@ -9,7 +9,7 @@ use mirror::Mirror;
 pub use mirror::MirrorMut;
 use regard::cuda::cudarc::driver::sys::CUevent_flags;
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, driver_error};
+use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, RawWorkspace, driver_error};
 use regard::{Error, Inputs, Outputs, Plan, Problem, Tensor};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -131,7 +131,7 @@ impl Runner {
                     stream.cu_stream(),
                     &device_inputs,
                     &mut device_outputs,
-                    workspace.address_and_bytes(),
+                    workspace.raw(),
                 )?;
             }
             let end = event()?;
@@ -194,7 +194,7 @@ impl Workspace {
     /// Makes one of that size.
     ///
     /// # Errors
-    /// If there is not so much memory.
+    /// If the GPU has too little memory.
     pub fn new(bytes: usize, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         Workspace::filled(bytes, GARBAGE, stream)
     }
@@ -216,8 +216,9 @@ impl Workspace {
     }
 
     /// As [`Gpu::run_raw`] takes it.
-    pub fn address_and_bytes(&self) -> (u64, usize) {
-        (self.memory.device_ptr(self.memory.stream()).0, self.bytes)
+    pub fn raw(&self) -> RawWorkspace {
+        let (address, _) = self.memory.device_ptr(self.memory.stream());
+        RawWorkspace { address, bytes: self.bytes }
     }
 
     /// Waits, and looks whether the counters are zero again and nothing was written behind the

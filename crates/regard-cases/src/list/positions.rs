@@ -91,31 +91,31 @@ fn row_positions(positions: &[i32]) -> OffsetSpec {
 
 /// Positions and strides at the ends of their ranges, which 32 bits cannot add up.
 fn far() -> Vec<Spec> {
-    let (least, most) = (i32::MIN, i32::MAX);
+    let (min, max) = (i32::MIN, i32::MAX);
     let wide = MAX_KEY_STRIDE;
     let half = window(Some(1 << 20), Some(1 << 20));
     let all: [(&str, i32, usize, i32, Spec); 10] = [
-        ("last", most - 40, 1, most - 8, Spec { causal: true, ..Spec::new("") }),
+        ("last", max - 40, 1, max - 8, Spec { causal: true, ..Spec::new("") }),
         (
             "last-window",
-            most - 90,
+            max - 90,
             1,
-            most - 60,
+            max - 60,
             Spec { window: window(Some(9), Some(4)), ..Spec::new("") },
         ),
-        ("first", least, 1, least + 30, Spec { causal: true, ..Spec::new("") }),
-        ("first-chunk", least, 1, least + 30, Spec { chunk: Some(24), ..Spec::new("") }),
-        ("apart", least, 1, most - 8, Spec { causal: true, alibi: true, ..Spec::new("") }),
-        ("apart-before", most, 1, least, Spec { causal: true, ..Spec::new("") }),
+        ("first", min, 1, min + 30, Spec { causal: true, ..Spec::new("") }),
+        ("first-chunk", min, 1, min + 30, Spec { chunk: Some(24), ..Spec::new("") }),
+        ("apart", min, 1, max - 8, Spec { causal: true, alibi: true, ..Spec::new("") }),
+        ("apart-before", max, 1, min, Spec { causal: true, ..Spec::new("") }),
         ("strides", -(1 << 20), wide, 900, Spec { causal: true, ..Spec::new("") }),
-        ("strides-window", most - 7, wide, most - 8, Spec { window: half, ..Spec::new("") }),
+        ("strides-window", max - 7, wide, max - 8, Spec { window: half, ..Spec::new("") }),
         ("strides-alibi", 11, wide, 1 << 20, Spec { alibi: true, ..Spec::new("") }),
         (
             "strides-chunk",
-            least,
+            min,
             wide - 1,
-            least + (1 << 20),
-            Spec { chunk: Some(most as usize), ..Spec::new("") },
+            min + (1 << 20),
+            Spec { chunk: Some(max as usize), ..Spec::new("") },
         ),
     ];
     let mut specs = Vec::new();

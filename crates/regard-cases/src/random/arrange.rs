@@ -38,17 +38,17 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     // Trees speak of the last tokens of their sequence: rows by themselves are another tree.
     let long: Vec<usize> = (0..batch).filter(|&index| spec.sequences[index].q_len > 1).collect();
     if !spec.tree && apart && !long.is_empty() {
-        let index = noise.of(&long);
+        let index = noise.pick(&long);
         let cut = 1 + noise.below(spec.sequences[index].q_len - 1);
         all.push(stored_otherwise(noise, later_chunk(spec, index, cut)));
         if let Some(earlier) = earlier_chunk(spec, index, cut) {
             all.push(earlier);
         }
     }
-    let block_size = noise.of(&[1, 7, 16, 64, 100]);
+    let block_size = noise.pick(&[1, 7, 16, 64, 100]);
     let keys = Keys::Paged { block_size, interleaved: noise.one_in(2) };
     let keys = if has_page_scales(spec) { spec.keys } else { keys };
-    let kv_layout = noise.of(&[KvLayout::Nhd, KvLayout::Hnd]);
+    let kv_layout = noise.pick(&[KvLayout::Nhd, KvLayout::Hnd]);
     let pages = Spec { keys, kv_layout, page_seed: noise.bits(), ..spec.clone() };
     all.push(named(pages.legal(), "pages"));
     if batch > 1 && apart {
@@ -63,7 +63,7 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
 fn has_one_shared_scale(spec: &Spec) -> bool {
     let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
     let slots = match spec.keys {
-        Keys::Batched { slack } => spec.longest().1 + slack,
+        Keys::Batched { slack } => spec.max_lens().keys + slack,
         Keys::Ragged { slack } => spec.sequences.iter().map(|s| s.kv_len + slack).sum(),
         Keys::Paged { .. } => return false,
     };
@@ -193,14 +193,14 @@ fn stored_otherwise(noise: &mut Noise, spec: Spec) -> Spec {
     let keys = [
         Keys::Batched { slack: noise.below(4) },
         Keys::Ragged { slack: noise.below(4) },
-        Keys::Paged { block_size: noise.of(&[1, 8, 13, 16, 64]), interleaved: noise.one_in(2) },
+        Keys::Paged { block_size: noise.pick(&[1, 8, 13, 16, 64]), interleaved: noise.one_in(2) },
     ];
-    let keys = noise.of(&keys);
+    let keys = noise.pick(&keys);
     Spec {
         keys: if has_page_scales(&spec) { spec.keys } else { keys },
         ragged_queries: noise.one_in(2),
-        layout: noise.of(&[Layout::Bshd, Layout::Bhsd]),
-        padding: noise.of(&[0, 0, 1, 8]),
+        layout: noise.pick(&[Layout::Bshd, Layout::Bhsd]),
+        padding: noise.pick(&[0, 0, 1, 8]),
         page_seed: noise.bits(),
         ..spec
     }

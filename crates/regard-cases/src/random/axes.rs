@@ -10,15 +10,12 @@ type Axis = (&'static str, &'static str);
 
 /// A problem's value on each axis.
 pub fn axes(spec: &Spec) -> Vec<Axis> {
-    [sizes(spec), memory(spec), scores(spec), masks(spec), lists(spec), modes(spec)].concat()
+    [types(spec), sizes(spec), memory(spec), scores(spec), masks(spec), lists(spec), modes(spec)]
+        .concat()
 }
 
-/// Types, head dims and lengths.
-fn sizes(spec: &Spec) -> Vec<Axis> {
-    let most = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max();
-    let least = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).min();
-    let (rows, keys) = (most(|s| s.q_len).unwrap_or(0), most(|s| s.kv_len).unwrap_or(0));
-    let group = spec.query_heads / spec.kv_heads.max(1);
+/// Types of queries, caches and outputs.
+fn types(spec: &Spec) -> Vec<Axis> {
     let stored = |dtype: DType| match dtype {
         _ if dtype == spec.dtype => "queries are",
         _ if dtype.is_float() => "another float",
@@ -50,6 +47,16 @@ fn sizes(spec: &Spec) -> Vec<Axis> {
             },
         ),
         ("out", if spec.out_dtype == spec.dtype { "as in" } else { "f32" }),
+    ]
+}
+
+/// Head dims, heads and lengths.
+fn sizes(spec: &Spec) -> Vec<Axis> {
+    let max = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max();
+    let min = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).min();
+    let (rows, keys) = (max(|s| s.q_len).unwrap_or(0), max(|s| s.kv_len).unwrap_or(0));
+    let group = spec.query_heads / spec.kv_heads.max(1);
+    vec![
         ("Dk", dim(spec.head_dim)),
         (
             "values in",
@@ -91,7 +98,7 @@ fn sizes(spec: &Spec) -> Vec<Axis> {
             match spec.sequences.len() {
                 0 => "none",
                 1 => "one",
-                _ if least(|s| s.q_len.min(s.kv_len)) == Some(0) => "some empty",
+                _ if min(|s| s.q_len.min(s.kv_len)) == Some(0) => "some empty",
                 _ => "some",
             },
         ),

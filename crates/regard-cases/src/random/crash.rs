@@ -1,4 +1,4 @@
-//! Says which problems were running when the process crashes: a read past a guard page ends it.
+//! Prints which problems were running when the process crashes: a read past a guard page ends it.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 

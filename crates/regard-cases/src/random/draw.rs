@@ -54,14 +54,14 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let limits = limits(noise, profile);
     // Half of the problems suit specialized kernels: aligned rows of the dims that models have.
     let tidy = noise.one_in(2);
-    let dtype = noise.of(&[DType::F32, DType::F16, DType::BF16]);
+    let dtype = noise.pick(&[DType::F32, DType::F16, DType::BF16]);
     let (mut head_dim, mut value_dim) = dims(noise, tidy);
     if profile == Profile::Prefill && !noise.one_in(4) {
         // Smaller ones leave room for more heads and keys.
         (head_dim, value_dim) = (head_dim.min(192), value_dim.min(192));
     }
-    let kv_heads = noise.of(&[1, 1, 1, 2, 2, 3, 4]);
-    let group = noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 7, 8, 16]);
+    let kv_heads = noise.pick(&[1, 1, 1, 2, 2, 3, 4]);
+    let group = noise.pick(&[1, 1, 1, 2, 2, 3, 4, 5, 7, 8, 16]);
     let group = if noise.one_in(60) { 71 } else { group };
     let ragged_queries = noise.one_in(2);
     let spec = Spec {
@@ -72,9 +72,9 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
         sequences: sequences(noise, profile, ragged_queries),
         ragged_queries,
         keys: keys(noise),
-        layout: noise.of(&[Layout::Bshd, Layout::Bhsd]),
-        kv_layout: noise.of(&[KvLayout::Nhd, KvLayout::Hnd]),
-        padding: if tidy { noise.of(&[0, 0, 8]) } else { noise.of(&[0, 0, 1, 8]) },
+        layout: noise.pick(&[Layout::Bshd, Layout::Bhsd]),
+        kv_layout: noise.pick(&[KvLayout::Nhd, KvLayout::Hnd]),
+        padding: if tidy { noise.pick(&[0, 0, 8]) } else { noise.pick(&[0, 0, 1, 8]) },
         ..Spec::new(format!("random/{seed}/{number}"))
     };
     let spec = spec.heads(kv_heads * group, kv_heads).dims(head_dim, value_dim);
@@ -103,7 +103,7 @@ fn prefixes(noise: &mut Noise, spec: Spec) -> Spec {
         .map(|_| match noise.below(3) {
             0 => longest,
             1 => noise.below(longest + 1),
-            _ => noise.of(&KEYS),
+            _ => noise.pick(&KEYS),
         })
         .collect();
     spec.prefixes(&groups, &lens)
@@ -124,7 +124,7 @@ fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
     if !noise.one_in(3) {
         return spec;
     }
-    let one = |noise: &mut Noise| noise.of(&FORMATS);
+    let one = |noise: &mut Noise| noise.pick(&FORMATS);
     let (k, v) = match noise.below(4) {
         0 => (Some(one(noise)), Some(one(noise))),
         1 => (Some(one(noise)), None),
@@ -134,14 +134,14 @@ fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
             (both, both)
         }
     };
-    let granularity = noise.of(&[
+    let granularity = noise.pick(&[
         Granularity::Tensor,
         Granularity::Head,
         Granularity::Page,
         Granularity::Token,
         Granularity::Token,
     ]);
-    let scales = noise.of(&[Scales::Fitted, Scales::PowerOfTwo, Scales::Spread]);
+    let scales = noise.pick(&[Scales::Fitted, Scales::PowerOfTwo, Scales::Spread]);
     spec.cache = CacheSpec { k, v, granularity, scales };
     if matches!(spec.contents.v, Numbers::Scaled(factor) if factor > 1.0) {
         if spec.value_dtype().is_block() {
@@ -168,7 +168,7 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
         spec.contents.v = Numbers::Normal;
     }
     if noise.one_in(2) {
-        let dims = noise.of(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
+        let dims = noise.pick(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
         (spec.head_dim, spec.value_dim) = dims;
     }
     spec
@@ -183,10 +183,10 @@ fn lists(noise: &mut Noise, spec: Spec) -> Spec {
     let len = match noise.below(4) {
         0 => longest,
         1 => noise.below(longest + 20),
-        2 => noise.of(&KEYS),
+        2 => noise.pick(&KEYS),
         _ => noise.below(150),
     };
-    let entries = noise.of(&[Entries::All, Entries::Sorted, Entries::Any, Entries::Any]);
+    let entries = noise.pick(&[Entries::All, Entries::Sorted, Entries::Any, Entries::Any]);
     let (per_head, counts, slots) = (noise.one_in(2), noise.one_in(2), noise.one_in(4));
     spec.lists(ListSpec { len, entries, per_head, counts, slots })
 }
@@ -209,26 +209,26 @@ fn limits(noise: &mut Noise, profile: Profile) -> Limits {
 /// Head dims of keys and of values.
 fn dims(noise: &mut Noise, tidy: bool) -> (usize, usize) {
     let mut one = |tidy: bool| match (tidy, noise.below(8)) {
-        (true, 0..=5) | (false, 0) => noise.of(&DIMS),
+        (true, 0..=5) | (false, 0) => noise.pick(&DIMS),
         (true, _) => 8 * (1 + noise.below(72)),
-        (false, 1..=3) => (noise.of(&DIMS) + noise.below(3) - 1).min(576),
+        (false, 1..=3) => (noise.pick(&DIMS) + noise.below(3) - 1).min(576),
         (false, 4 | 5) => 1 + noise.below(24),
         (false, _) => 1 + noise.below(576),
     };
     let (head_dim, other) = (one(tidy), one(tidy));
     match noise.below(8) {
         0..=4 => (head_dim, head_dim),
-        5 if tidy => noise.of(&[(192, 128), (576, 512), (128, 64), (64, 128)]),
+        5 if tidy => noise.pick(&[(192, 128), (576, 512), (128, 64), (64, 128)]),
         _ => (head_dim, other),
     }
 }
 
 fn keys(noise: &mut Noise) -> Keys {
-    let slack = noise.of(&[0, 0, 1, 3, 20]);
+    let slack = noise.pick(&[0, 0, 1, 3, 20]);
     match noise.below(4) {
         0 => Keys::Batched { slack },
         1 => Keys::Ragged { slack },
-        _ => Keys::Paged { block_size: noise.of(&BLOCK_SIZES), interleaved: noise.one_in(2) },
+        _ => Keys::Paged { block_size: noise.pick(&BLOCK_SIZES), interleaved: noise.one_in(2) },
     }
 }
 
@@ -242,7 +242,7 @@ fn query_len(noise: &mut Noise, profile: Profile) -> usize {
         (Profile::Small, _) => 1 + noise.below(40),
         (_, 19) => 0,
         _ => {
-            let more = if profile == Profile::Prefill { 193 } else { noise.of(&[80, 80, 536]) };
+            let more = if profile == Profile::Prefill { 193 } else { noise.pick(&[80, 80, 536]) };
             PREFILL_ROWS + noise.below(more)
         }
     }
@@ -253,7 +253,7 @@ fn kv_len(noise: &mut Noise, query_len: usize) -> usize {
         0 => 0,
         1..=3 => 1 + noise.below(20),
         4..=6 => 20 + noise.below(120),
-        7..=9 => noise.of(&KEYS),
+        7..=9 => noise.pick(&KEYS),
         10 | 11 => query_len,
         12 | 13 => query_len + noise.below(200),
         14 => 130 + noise.below(600),
@@ -263,9 +263,9 @@ fn kv_len(noise: &mut Noise, query_len: usize) -> usize {
 
 fn sequences(noise: &mut Noise, profile: Profile, ragged: bool) -> Vec<SequenceSpec> {
     let batch = match noise.below(50) {
-        _ if profile == Profile::Prefill => noise.of(&[1, 1, 2, 3]),
+        _ if profile == Profile::Prefill => noise.pick(&[1, 1, 2, 3]),
         0 => 0,
-        _ => noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 9]),
+        _ => noise.pick(&[1, 1, 1, 2, 2, 3, 4, 5, 9]),
     };
     let first = match profile {
         Profile::Prefill => PREFILL_ROWS + noise.below(193),
@@ -281,7 +281,7 @@ fn sequences(noise: &mut Noise, profile: Profile, ragged: bool) -> Vec<SequenceS
 /// Scale, masks, window and the other options.
 fn variant(noise: &mut Noise, spec: Spec) -> Spec {
     let offsets = |noise: &mut Noise, far: bool| match (noise.below(6), far) {
-        (0, true) => noise.of(&[-1_000_000, 1_000_000, i32::MIN, i32::MAX - 1000]),
+        (0, true) => noise.pick(&[-1_000_000, 1_000_000, i32::MIN, i32::MAX - 1000]),
         (0 | 1, _) => noise.below(4000) as i32 - 2000,
         _ => noise.below(120) as i32 - 40,
     };
@@ -299,7 +299,7 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         let count = if noise.one_in(2) { 1 } else { 1 + noise.below(4) };
         KeyPositionsSpec {
             offsets: (0..count).map(|_| offsets(noise, !alibi)).collect(),
-            stride: noise.of(&[1, 1, 2, 2, 3, 4, 8, 61, MAX_KEY_STRIDE]),
+            stride: noise.pick(&[1, 1, 2, 2, 3, 4, 8, 61, MAX_KEY_STRIDE]),
         }
     });
     let side = |noise: &mut Noise| match noise.below(8) {
@@ -307,15 +307,15 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         2 => Some(0),
         3 | 4 => Some(1 + noise.below(8)),
         5 | 6 => Some(noise.below(300)),
-        _ => Some(noise.of(&[4096, i32::MAX as usize, usize::MAX])),
+        _ => Some(noise.pick(&[4096, i32::MAX as usize, usize::MAX])),
     };
     let windowed = noise.one_in(3);
     let window = Window { left: side(noise), right: side(noise) };
     let mask = MaskSpec {
-        dtype: noise.of(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
+        dtype: noise.pick(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
         // Blocks and rare keys most of all: tiles in which nothing, or everything, is hidden have
         // paths of their own in kernels.
-        hide: noise.of(&[
+        hide: noise.pick(&[
             Hide::Nothing,
             Hide::Large,
             Hide::Infinite,
@@ -332,17 +332,17 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         scale: match noise.below(10) {
             0 => Some(0.0),
             1 => Some(-0.3),
-            2 => Some(noise.of(&[0.02, 0.2, 1.0, 5.0])),
+            2 => Some(noise.pick(&[0.02, 0.2, 1.0, 5.0])),
             _ => None,
         },
         causal: noise.one_in(2),
         offset,
         key_positions,
         window: if windowed { window } else { Window::default() },
-        chunk: noise.one_in(6).then(|| noise.of(&[1, 2, 7, 16, 33, 64, 100, 256, 1000])),
-        softcap: noise.one_in(4).then(|| noise.of(&[0.01, 0.5, 2.5, 30.0, 50.0, 1000.0])),
+        chunk: noise.one_in(6).then(|| noise.pick(&[1, 2, 7, 16, 33, 64, 100, 256, 1000])),
+        softcap: noise.one_in(4).then(|| noise.pick(&[0.01, 0.5, 2.5, 30.0, 50.0, 1000.0])),
         alibi,
-        slope_kind: noise.of(&[
+        slope_kind: noise.pick(&[
             Slopes::Geometric,
             Slopes::Signed,
             Slopes::Zero,
@@ -350,10 +350,10 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
             Slopes::Extreme,
         ]),
         sinks: noise.one_in(4),
-        sink_kind: noise.of(&[Sinks::Normal, Sinks::Infinite, Sinks::Large, Sinks::Extreme]),
+        sink_kind: noise.pick(&[Sinks::Normal, Sinks::Infinite, Sinks::Large, Sinks::Extreme]),
         mask: noise.one_in(2).then_some(mask),
         tree: noise.one_in(4),
-        tree_kind: noise.of(&[Trees::Ancestors, Trees::Arbitrary]),
+        tree_kind: noise.pick(&[Trees::Ancestors, Trees::Arbitrary]),
         batch_invariant: noise.one_in(4),
         lse: !noise.one_in(4),
         ..spec
@@ -367,21 +367,21 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
         if !noise.one_in(3) {
             return plain;
         }
-        let order = noise.of(&[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]);
+        let order = noise.pick(&[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]);
         let sizes = if tidy { [0, 8, 16] } else { [0, 1, 7] };
-        let gaps = [(); 3].map(|()| noise.of(&sizes));
-        let first = if tidy { noise.of(&[0, 8]) } else { noise.of(&[0, 1, 2, 3, 4, 8]) };
+        let gaps = [(); 3].map(|()| noise.pick(&sizes));
+        let first = if tidy { noise.pick(&[0, 8]) } else { noise.pick(&[0, 1, 2, 3, 4, 8]) };
         MemorySpec { first, order, gaps }
     };
     let memory =
         OperandMemory { q: memory(), k: memory(), v: memory(), out: memory(), mask: memory() };
     let numbers = |noise: &mut Noise, value: bool| match noise.below(8) {
-        0 => Numbers::Constant(noise.of(&[0.0, 0.25, 0.5, -1.0, 3.0])),
+        0 => Numbers::Constant(noise.pick(&[0.0, 0.25, 0.5, -1.0, 3.0])),
         1 | 2 => Numbers::Positive,
         // Sums of values over keys stay below f32's largest number.
         3 if value => Numbers::Scaled(1e30),
-        3 => Numbers::Scaled(noise.of(&[30.0, 1e3])),
-        4 => Numbers::Scaled(noise.of(&[1e-4, 1e-20])),
+        3 => Numbers::Scaled(noise.pick(&[30.0, 1e3])),
+        4 => Numbers::Scaled(noise.pick(&[1e-4, 1e-20])),
         5 | 6 => Numbers::Peaked,
         _ => Numbers::Normal,
     };
@@ -401,9 +401,9 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
 fn elements(spec: &Spec) -> usize {
     let Spec { query_heads, kv_heads, head_dim, value_dim, .. } = *spec;
     let batch = spec.sequences.len();
-    let most =
+    let max =
         |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max().unwrap_or(0);
-    let (q_len, kv_len) = (most(|sequence| sequence.q_len), most(|sequence| sequence.kv_len));
+    let (q_len, kv_len) = (max(|sequence| sequence.q_len), max(|sequence| sequence.kv_len));
     let mask = spec.mask.map_or(0, |mask| {
         let full = [batch, query_heads, q_len + 1, kv_len + 2];
         full.iter()
@@ -440,8 +440,9 @@ fn within(noise: &mut Noise, mut spec: Spec, limits: &Limits) -> Spec {
             }),
             5 => {
                 // Prefill stays prefill as long as something else can give way.
-                let most = spec.sequences.iter().map(|sequence| sequence.q_len).max().unwrap_or(0);
-                if most > 130 || noise.one_in(3) {
+                let max_len =
+                    spec.sequences.iter().map(|sequence| sequence.q_len).max().unwrap_or(0);
+                if max_len > 130 || noise.one_in(3) {
                     for sequence in &mut spec.sequences {
                         let shorter = sequence.q_len - sequence.q_len / 3;
                         sequence.q_len = shorter.max(limits.min_rows.min(sequence.q_len));

@@ -92,9 +92,9 @@ impl Drop for Guarded {
         // one.
         let keep = |kept: &std::cell::RefCell<Kept>| {
             let mut kept = kept.borrow_mut();
-            let alike = kept.entry(mapping.inside).or_default();
-            if mapping.inside <= MAX_KEPT_BYTES && alike.len() < MAX_KEPT {
-                alike.push(mapping);
+            let same_size = kept.entry(mapping.inside).or_default();
+            if mapping.inside <= MAX_KEPT_BYTES && same_size.len() < MAX_KEPT {
+                same_size.push(mapping);
             }
         };
         // Ignored if the thread is ending.

@@ -37,7 +37,7 @@ pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> boo
     best
 }
 
-/// Problems one step plainer, those that save most first. Each is smaller or has a feature less, so
+/// Problems one step plainer, the largest steps first. Each is smaller or has a feature less, so
 /// that shrinking ends.
 fn candidates(spec: &Spec) -> Vec<Spec> {
     let mut all = Vec::new();
@@ -74,12 +74,23 @@ fn sequences(spec: &Spec, all: &mut Vec<Spec>) {
     }
 }
 
+/// Adds the problem with a change to the candidates.
+type With<'a> = &'a mut dyn FnMut(&dyn Fn(&mut Spec));
+
 fn features(spec: &Spec, all: &mut Vec<Spec>) {
     let mut with = |change: &dyn Fn(&mut Spec)| {
         let mut changed = spec.clone();
         change(&mut changed);
         all.push(changed);
     };
+    caches_and_lists(spec, &mut with);
+    options(&mut with);
+    numbers_and_memory(&mut with);
+    details(spec, &mut with);
+}
+
+/// How keys and values are stored, which keys a row attends to, and which sequences share them.
+fn caches_and_lists(spec: &Spec, with: With) {
     with(&|s| s.cache = CacheSpec::default());
     with(&|s| s.values = Values::Separate);
     with(&|s| s.cache.k = None);
@@ -94,7 +105,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
                 prefixes.lens.iter_mut().for_each(|len| *len /= 2);
             }
         };
-        let alike = |s: &mut Spec| {
+        let one_group = |s: &mut Spec| {
             if let Some(prefixes) = &mut s.prefixes {
                 prefixes.groups = vec![0];
                 prefixes.lens.truncate(1);
@@ -102,7 +113,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
         };
         with(&halved);
         if prefixes.groups != [0] {
-            with(&alike);
+            with(&one_group);
         }
     }
     if let Some(lists) = spec.lists {
@@ -114,6 +125,10 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
         with(&|s| s.lists = Some(ListSpec { entries: Entries::Sorted, ..lists }));
         with(&|s| s.lists = Some(ListSpec { entries: Entries::All, ..lists }));
     }
+}
+
+/// Options of attention, layouts and outputs.
+fn options(with: With) {
     with(&|s| s.mask = None);
     with(&|s| s.tree = false);
     with(&|s| s.window = Window::default());
@@ -139,6 +154,10 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.poison = false);
     with(&|s| s.stray_entries = false);
     with(&|s| s.lse = false);
+}
+
+/// The numbers of operands, and where they lie.
+fn numbers_and_memory(with: With) {
     with(&|s| s.contents.q = Numbers::Normal);
     with(&|s| s.contents.k = Numbers::Normal);
     with(&|s| s.contents.v = Numbers::Normal);
@@ -150,6 +169,10 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.slope_kind = Slopes::Geometric);
     with(&|s| s.sink_kind = Sinks::Normal);
     with(&|s| s.tree_kind = Trees::Ancestors);
+}
+
+/// Plainer forms of features that stay.
+fn details(spec: &Spec, with: With) {
     if let Keys::Paged { block_size, interleaved } = spec.keys {
         with(&|s| s.keys = Keys::Paged { block_size, interleaved: false });
         if block_size > 16 {
@@ -180,19 +203,19 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     }
 }
 
-/// A number's next smaller ones, down to `least`: the least, half, a little less.
-fn smaller(number: usize, least: usize) -> Vec<usize> {
-    let mut all = vec![least, number / 2, number - number / 4, number.saturating_sub(1)];
-    all.retain(|&other| other >= least && other < number);
+/// Smaller numbers to try, down to `min`: the minimum, half, a little less.
+fn smaller(number: usize, min: usize) -> Vec<usize> {
+    let mut all = vec![min, number / 2, number - number / 4, number.saturating_sub(1)];
+    all.retain(|&other| other >= min && other < number);
     all.dedup();
     all
 }
 
 fn lengths(spec: &Spec, all: &mut Vec<Spec>) {
-    let most = spec.sequences.iter().map(|sequence| sequence.q_len).max().unwrap_or(0);
+    let max_len = spec.sequences.iter().map(|sequence| sequence.q_len).max().unwrap_or(0);
     if !spec.ragged_queries {
         // All of them at once: they are equal.
-        for q_len in smaller(most, 1) {
+        for q_len in smaller(max_len, 1) {
             let mut changed = spec.clone();
             changed.sequences.iter_mut().for_each(|sequence| sequence.q_len = q_len);
             all.push(changed);
@@ -223,8 +246,8 @@ fn heads_and_dims(spec: &Spec, all: &mut Vec<Spec>) {
     all.extend(smaller(head_dim, 1).into_iter().map(|n| spec.clone().dims(n, value_dim)));
     all.extend(smaller(value_dim, 1).into_iter().map(|n| spec.clone().dims(head_dim, n)));
     // Down to the next multiple of 16: kernels differ there.
-    let whole = |n: usize| if n > 16 { (n - 1) / 16 * 16 } else { n };
-    all.push(spec.clone().dims(whole(head_dim), whole(value_dim)));
+    let shorter = |n: usize| if n > 16 { (n - 1) / 16 * 16 } else { n };
+    all.push(spec.clone().dims(shorter(head_dim), shorter(value_dim)));
 }
 
 #[cfg(test)]

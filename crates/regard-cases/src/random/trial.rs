@@ -58,7 +58,7 @@ pub struct How {
     pub order: u64,
 }
 
-/// How a problem failed. Two failures are alike if these are.
+/// How a problem failed. Two failures count as the same if their kinds are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "its fields say what they are")]
 pub enum Kind {
@@ -174,8 +174,8 @@ fn difference(some: &Rows, all: &Rows) -> Option<String> {
 
 /// Rows to judge: all where that is cheap.
 fn judged_rows(spec: &Spec) -> usize {
-    let most = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
-    (JUDGED_WORK / (most * (spec.head_dim + spec.value_dim)).max(1)).max(4)
+    let max_keys = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+    (JUDGED_WORK / (max_keys * (spec.head_dim + spec.value_dim)).max(1)).max(4)
 }
 
 fn judge(checker: &Checker, spec: &Spec, case: &Case, output: &Output) -> Result<f64, Failure> {
@@ -185,7 +185,7 @@ fn judge(checker: &Checker, spec: &Spec, case: &Case, output: &Output) -> Result
     Ok(check.map_err(|mismatch: Box<Mismatch>| Failure::Result(mismatch))?.worst)
 }
 
-/// Runs a case, outputs full of garbage and placed as the description says.
+/// Runs a case, with outputs full of garbage and placed by its description.
 fn execute(
     device: &mut dyn Device,
     way: usize,
@@ -214,7 +214,7 @@ fn execute(
         order: noise.bits() ^ u64::from(again),
     };
     // Guard pages are looked at on both sides. A device that copies operands keeps how they are
-    // aligned, which may choose its kernel: there they lie alike.
+    // aligned, which may choose its kernel: there both have the same placement.
     let side = if noise.one_in(2) != (again && device.guards()) { Side::Start } else { Side::End };
     let garbage = how.garbage;
     let mut attempt = || -> Result<Output, Broken> {

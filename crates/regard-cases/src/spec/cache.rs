@@ -317,23 +317,23 @@ impl Spec {
         );
         let largest = match self.cache.granularity {
             Granularity::Token => row.iter().fold(0.0, |max: f32, x| max.max(x.abs())),
-            _ => numbers.reach() * noise.of(&[0.7, 0.8, 1.0, 1.3]),
+            _ => numbers.reach() * noise.pick(&[0.7, 0.8, 1.0, 1.3]),
         };
         let mut divisor = largest / dtype.largest_code();
         if self.cache.scales == Scales::PowerOfTwo && divisor > 0.0 {
             divisor = divisor.log2().ceil().exp2();
         }
         // The largest value is one of the queries' type, as outputs have to be.
-        let most = largest_number(self.dtype) / dtype.largest_code();
-        if divisor > most {
-            divisor = most.log2().floor().exp2();
+        let max_divisor = largest_number(self.dtype) / dtype.largest_code();
+        if divisor > max_divisor {
+            divisor = max_divisor.log2().floor().exp2();
         }
         let scale = match self.cache.scales {
             Scales::Fitted | Scales::PowerOfTwo => divisor,
             Scales::Spread if noise.one_in(16) => 0.0,
             Scales::Spread => {
                 let widest = if self.dtype == DType::F16 { 27 } else { 41 };
-                (divisor * (noise.below(widest) as f32 - 20.0).exp2()).min(most)
+                (divisor * (noise.below(widest) as f32 - 20.0).exp2()).min(max_divisor)
             }
         };
         Row { numbers: row, divisor, scale }
@@ -344,7 +344,7 @@ impl Spec {
         let mut noise = self.noise(Use::Unseen, [1, 0, 0]);
         let mut byte = |ordinary: u8| match self.poison {
             // NaN and infinity of both fp8 types, and the code that i8 caches do not use.
-            true => noise.of(&[0x7f, 0xff, 0x7c, 0xfc, 0x80]),
+            true => noise.pick(&[0x7f, 0xff, 0x7c, 0xfc, 0x80]),
             false => noise.below(64) as u8 | ordinary,
         };
         let scale = if self.poison { f16::NAN } else { f16::ONE };

@@ -1,7 +1,7 @@
 //! A case without its data: what selection looks at. Thousands of descriptions can be tried in the
 //! time that one case takes to be made.
 
-use super::{Keys, MaskSpec, Spec};
+use super::{Keys, MaskSpec, MaxLens, Spec};
 use regard::{KeyLayout, KvStorage, Problem, QueryStorage, Variant};
 use std::collections::BTreeSet;
 
@@ -33,7 +33,7 @@ impl Spec {
 
     /// The problem as the host sees it, which can read lengths.
     pub fn problem(&self, lse: bool) -> Problem {
-        let (query_len, longest_key) = self.longest();
+        let MaxLens { queries: query_len, keys: longest_key } = self.max_lens();
         let columns = |block_size: usize| longest_key.div_ceil(block_size) + 1;
         let (keys, kv_len) = match self.keys {
             Keys::Batched { slack } => (KvStorage::Batched, longest_key + slack),
@@ -109,7 +109,7 @@ mod device {
             self.0
         }
 
-        fn of(
+        fn tensor(
             &mut self,
             dtype: DType,
             place: &Place,
@@ -121,12 +121,15 @@ mod device {
             }
         }
 
-        fn vector(
+        /// A contiguous tensor, if the case has it.
+        fn option(
             &mut self,
+            given: bool,
             dtype: DType,
             shape: &[usize],
-        ) -> Result<Tensor<'static, DeviceMemory>, Error> {
-            self.of(dtype, &Place::new(shape, 0, &MemorySpec::default()))
+        ) -> Result<Option<Tensor<'static, DeviceMemory>>, Error> {
+            let place = || Place::new(shape, 0, &MemorySpec::default());
+            given.then(|| self.tensor(dtype, &place())).transpose()
         }
     }
 
@@ -142,126 +145,134 @@ mod device {
     }
 
     impl Spec {
-        /// Calls `look` with views of device memory that is not there, of the shapes, strides and
+        /// Calls `look` with views of device memory that does not exist, of the shapes, strides and
         /// alignments that the case's operands have when [`cuda::Runner`](crate::cuda::Runner) runs
         /// it.
         ///
         /// # Errors
-        /// If the description breaks the contract, or what `look` says.
+        /// If the description breaks the contract, or what `look` returns.
         pub fn outlined<T>(
             &self,
             lse: bool,
             look: impl FnOnce(&Inputs<DeviceMemory>, &Outputs<DeviceMemory>) -> Result<T, Error>,
         ) -> Result<T, Error> {
             let mut addresses = Addresses(0);
-            let batch = self.sequences.len();
-            let (longest_query, _) = self.longest();
-            let bhsd = self.layout == Layout::Bhsd;
-            let (key_place, value_place, table) = self.place_cache();
-            let q = addresses
-                .of(self.dtype, &self.place_queries(self.head_dim, self.padding, &self.memory.q))?;
-            let k = addresses.of(self.key_dtype(), &key_place)?;
-            let v = addresses.of(self.value_dtype(), &value_place)?;
+            let cache = self.place_cache();
+            let q_place = self.place_queries(self.head_dim, self.padding, &self.memory.q);
+            let q = addresses.tensor(self.dtype, &q_place)?;
+            let k = addresses.tensor(self.key_dtype(), &cache.keys)?;
+            let v = addresses.tensor(self.value_dtype(), &cache.values)?;
             let mut scales = |operand, place: &Place| -> Result<_, Error> {
                 let place = self.place_scales(operand, place);
-                place.map(|place| addresses.of(DType::F32, &place)).transpose()
+                place.map(|place| addresses.tensor(DType::F32, &place)).transpose()
             };
-            let k_scales = scales(Operand::Key, &key_place)?;
-            let v_scales = scales(Operand::Value, &value_place)?;
-            let swap_keys = match self.keys {
+            let k_scales = scales(Operand::Key, &cache.keys)?;
+            let v_scales = scales(Operand::Value, &cache.values)?;
+            let swap_keys = self.keys_are_head_major();
+            let key_order = |scales: Tensor<'static, DeviceMemory>| match swap_keys {
+                true => scales.permute([0, 2, 1]),
+                false => scales,
+            };
+            let mut attention = self.outlined_options(&mut addresses, &cache.table)?;
+            attention.k_scales = k_scales.map(key_order);
+            attention.v_scales = v_scales.map(key_order);
+            if let Some(mask) = &self.mask {
+                attention.mask = Some(addresses.tensor(mask.dtype, &self.place_mask(mask))?);
+            }
+            let outputs = self.outlined_outputs(&mut addresses, lse)?;
+            let q = if self.queries_are_head_major() { q.bhsd() } else { q };
+            let (k, v) = if swap_keys { (k.bhsd(), v.bhsd()) } else { (k, v) };
+            let inputs = match self.values {
+                Values::KeyPrefix => Inputs::latent(q, k, self.value_dim, attention)?,
+                _ => Inputs::new(q, k, v, attention),
+            };
+            look(&inputs, &outputs)
+        }
+
+        /// Whether heads come before tokens in keys and values.
+        fn keys_are_head_major(&self) -> bool {
+            match self.keys {
                 Keys::Paged { .. } => self.kv_layout == KvLayout::Hnd,
                 Keys::Ragged { .. } => false,
-                Keys::Batched { .. } => bhsd,
-            };
-            let mut option = |there: bool, dtype, shape: &[usize]| {
-                there.then(|| addresses.vector(dtype, shape)).transpose()
-            };
+                Keys::Batched { .. } => self.layout == Layout::Bhsd,
+            }
+        }
+
+        /// The same of queries and outputs.
+        fn queries_are_head_major(&self) -> bool {
+            self.layout == Layout::Bhsd && !self.ragged_queries
+        }
+
+        /// The options but for masks and scales. `table` is the block table.
+        fn outlined_options(
+            &self,
+            addresses: &mut Addresses,
+            table: &[Vec<i32>],
+        ) -> Result<Attention<Tensor<'static, DeviceMemory>>, Error> {
+            let batch = self.sequences.len();
+            let longest_query = self.max_lens().queries;
             let paged = matches!(self.keys, Keys::Paged { .. }) && !self.lists_slots();
+            let ragged_keys = matches!(self.keys, Keys::Ragged { .. });
             let lists =
                 self.lists.map_or([0; 3], |lists| [self.list_rows(), self.list_heads(), lists.len]);
-            let mut attention = Attention {
+            let has_counts = self.lists.is_some_and(|lists| lists.counts);
+            let tree = [batch, longest_query, longest_query.div_ceil(32)];
+            let pages = [table.len(), table.first().map_or(1, Vec::len)];
+            let has_prefixes = self.prefixes.is_some();
+            let mut ints = |given, shape: &[usize]| addresses.option(given, DType::I32, shape);
+            let attention = Attention {
                 q_offset: match &self.offset {
                     OffsetSpec::BottomRight => QueryOffset::BottomRight,
                     OffsetSpec::Same(offset) => QueryOffset::Same(*offset),
                     OffsetSpec::PerSequence(_) => {
-                        let offsets = option(true, DType::I32, &[batch])?;
+                        let offsets = ints(true, &[batch])?;
                         QueryOffset::PerSequence(offsets.expect("asked for"))
                     }
                 },
                 key_positions: match &self.key_positions {
                     None => None,
                     Some(KeyPositionsSpec { offsets, stride }) => Some(KeyPositions {
-                        offset: match (
-                            &offsets[..],
-                            option(offsets.len() > 1, DType::I32, &[batch])?,
-                        ) {
+                        offset: match (&offsets[..], ints(offsets.len() > 1, &[batch])?) {
                             (_, Some(offsets)) => KeyOffset::PerSequence(offsets),
                             (offsets, None) => KeyOffset::Same(i64::from(offsets[0])),
                         },
                         stride: *stride,
                     }),
                 },
-                alibi_slopes: option(self.alibi, DType::F32, &[self.query_heads])?,
-                sinks: option(self.sinks, DType::F32, &[self.query_heads])?,
-                tree_mask: option(
-                    self.tree,
-                    DType::I32,
-                    &[batch, longest_query, longest_query.div_ceil(32)],
-                )?,
-                kv_lens: option(self.needs_lens(), DType::I32, &[batch])?,
-                cu_seqlens_q: option(self.ragged_queries, DType::I32, &[batch + 1])?,
-                cu_seqlens_k: option(
-                    matches!(self.keys, Keys::Ragged { .. }),
-                    DType::I32,
-                    &[batch + 1],
-                )?,
-                block_table: option(
-                    paged,
-                    DType::I32,
-                    &[table.len(), table.first().map_or(1, Vec::len)],
-                )?,
-                key_indices: option(self.lists.is_some(), DType::I32, &lists)?,
-                key_counts: option(
-                    self.lists.is_some_and(|lists| lists.counts),
-                    DType::I32,
-                    &lists[..2],
-                )?,
-                prefix_groups: option(self.prefixes.is_some(), DType::I32, &[batch])?,
-                prefix_lens: option(
-                    self.prefixes.is_some(),
-                    DType::I32,
-                    &[self.prefix_group_count()],
-                )?,
+                tree_mask: ints(self.tree, &tree)?,
+                kv_lens: ints(self.needs_lens(), &[batch])?,
+                cu_seqlens_q: ints(self.ragged_queries, &[batch + 1])?,
+                cu_seqlens_k: ints(ragged_keys, &[batch + 1])?,
+                block_table: ints(paged, &pages)?,
+                key_indices: ints(self.lists.is_some(), &lists)?,
+                key_counts: ints(has_counts, &lists[..2])?,
+                prefix_groups: ints(has_prefixes, &[batch])?,
+                prefix_lens: ints(has_prefixes, &[self.prefix_group_count()])?,
                 ..self.numbers()
             };
-            let key_order = |scales: Tensor<'static, DeviceMemory>| match swap_keys {
-                true => scales.permute([0, 2, 1]),
-                false => scales,
-            };
-            attention.k_scales = k_scales.map(key_order);
-            attention.v_scales = v_scales.map(key_order);
-            if let Some(mask) = &self.mask {
-                attention.mask = Some(addresses.of(mask.dtype, &self.place_mask(mask))?);
-            }
+            let heads = [self.query_heads];
+            Ok(Attention {
+                alibi_slopes: addresses.option(self.alibi, DType::F32, &heads)?,
+                sinks: addresses.option(self.sinks, DType::F32, &heads)?,
+                ..attention
+            })
+        }
+
+        fn outlined_outputs(
+            &self,
+            addresses: &mut Addresses,
+            lse: bool,
+        ) -> Result<Outputs<'static, DeviceMemory>, Error> {
             let out_place = self.place_queries(self.value_dim, 0, &MemorySpec::default());
             let mut lse_place = self.place_queries(1, 0, &MemorySpec::default());
             lse_place.shape.pop();
             lse_place.strides.pop();
-            let mut out = output(addresses.next(), self.out_dtype, &out_place)?;
-            let mut lse =
-                lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;
-            let queries_swap = bhsd && !self.ragged_queries;
-            if queries_swap {
-                out = out.bhsd();
-                lse = lse.map(|lse| lse.permute([0, 2, 1]));
-            }
-            let q = if queries_swap { q.bhsd() } else { q };
-            let (k, v) = if swap_keys { (k.bhsd(), v.bhsd()) } else { (k, v) };
-            let inputs = match self.values {
-                Values::KeyPrefix => Inputs::latent(q, k, self.value_dim, attention)?,
-                _ => Inputs::new(q, k, v, attention),
-            };
-            look(&inputs, &Outputs { out, lse })
+            let out = output(addresses.next(), self.out_dtype, &out_place)?;
+            let lse = lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;
+            Ok(match self.queries_are_head_major() {
+                true => Outputs { out: out.bhsd(), lse: lse.map(|lse| lse.permute([0, 2, 1])) },
+                false => Outputs { out, lse },
+            })
         }
     }
 }

@@ -44,8 +44,8 @@ impl Spec {
     }
 
     fn prefix_len(&self, group: usize) -> usize {
-        let most = self.prefixes.as_ref().map_or(0, |prefixes| prefixes.lens[group]);
-        self.members(group).map(|index| self.sequences[index].kv_len).fold(most, usize::min)
+        let prefix_len = self.prefixes.as_ref().map_or(0, |prefixes| prefixes.lens[group]);
+        self.members(group).map(|index| self.sequences[index].kv_len).fold(prefix_len, usize::min)
     }
 
     /// The first sequence of this one's group; itself without one.

@@ -45,7 +45,7 @@ impl Spec {
         Spec { lists: Some(lists), ..self }
     }
 
-    /// Physical slots are of pages, and nothing beside them speaks of positions.
+    /// Physical slots are slots of pages, and nothing beside them depends on positions.
     pub(super) fn legal_lists(&mut self) {
         let paged = matches!(self.keys, Keys::Paged { .. });
         let Some(lists) = &mut self.lists else { return };
@@ -78,7 +78,7 @@ impl Spec {
     pub(super) fn list_rows(&self) -> usize {
         match self.ragged_queries {
             true => self.sequences.iter().map(|sequence| sequence.q_len).sum(),
-            false => self.sequences.len() * self.longest().0,
+            false => self.sequences.len() * self.max_lens().queries,
         }
     }
 
@@ -97,7 +97,7 @@ impl Spec {
             Entries::Sorted if start + i * step < keys => (start + i * step) as i32,
             Entries::Any if keys > 0 && !empty && !noise.one_in(8) => noise.below(keys) as i32,
             Entries::All | Entries::Sorted => -1,
-            Entries::Any => noise.of(&skipped),
+            Entries::Any => noise.pick(&skipped),
         };
         (0..lists.len).map(entry).collect()
     }
@@ -168,7 +168,7 @@ impl Spec {
                     indices[list * lists.len..][..lists.len].copy_from_slice(&entries);
                 }
             }
-            first += if self.ragged_queries { sequence.q_len } else { self.longest().0 };
+            first += if self.ragged_queries { sequence.q_len } else { self.max_lens().queries };
         }
         let indices = made(Array::new(indices, &[rows, heads, lists.len]));
         let counts = lists.counts.then(|| made(Array::new(counts, &[rows, heads])));

@@ -25,7 +25,7 @@ pub struct Effort {
     pub rows: usize,
 }
 
-/// Runs that are not counted, as long as they take less than this in all.
+/// Runs that are not counted, as long as their total is below this.
 const WARM_UP: usize = 3;
 const WARM_UP_LIMIT: Duration = Duration::from_secs(5);
 
@@ -237,10 +237,10 @@ pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: 
 }
 
 /// About that many rows, evenly spread; the last one always.
-pub(super) fn sample(inputs: &Inputs, most: usize) -> Result<Vec<Row>, Error> {
+pub(super) fn sample(inputs: &Inputs, max_rows: usize) -> Result<Vec<Row>, Error> {
     let rows = all_rows(inputs)?;
     // An odd step, so that a power-of-two number of heads is not always sampled at the same head.
-    let step = rows.len().div_ceil(most.max(1)).max(1) | 1;
+    let step = rows.len().div_ceil(max_rows.max(1)).max(1) | 1;
     let last = rows.last().copied();
     let mut sampled: Vec<_> = rows.iter().copied().step_by(step).collect();
     if sampled.last() != last.as_ref() {

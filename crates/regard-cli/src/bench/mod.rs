@@ -111,7 +111,7 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
         &mut records,
         &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()),
     );
-    // Each of these whatever becomes of the others: measuring took long.
+    // Each is written even if another one fails: measuring took long.
     let written = request.out.map_or(Ok(()), |path| record::write(&records, path));
     let drawn = request.plot.map_or(Ok(()), |path| {
         plot::draw(&records)
@@ -197,7 +197,7 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
         progress.step();
     }
     if let Some(before) = before {
-        // What was measured in between is kept, whatever becomes of these.
+        // Results so far are kept even if these fail.
         let after = ceilings().unwrap_or_else(|problem| {
             progress.aside(|| error(&format!("ceilings afterwards: {problem}")));
             None

@@ -401,7 +401,7 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
     let flat = ceiling_lines(records, false);
     let highest = flat.iter().map(|line| line.1).fold(0.0, f64::max);
     let top = measured.iter().map(|(record, _)| record.gflops).fold(highest, f64::max) * 1.5;
-    let most = measured.iter().map(|point| point.1).fold(1024.0, f64::max) * 2.2;
+    let max_intensity = measured.iter().map(|point| point.1).fold(1024.0, f64::max) * 2.2;
     let lowest =
         measured.iter().map(|(record, _)| record.gflops).fold(ceilings.read, f64::min) / 1.6;
     let mut chart: Chart = ChartBuilder::on(area)
@@ -410,7 +410,10 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
         .margin_top(52)
         .x_label_area_size(50)
         .y_label_area_size(48)
-        .build_cartesian_2d((1.0..most).log_scale().base(2.0), (lowest..top).log_scale())?;
+        .build_cartesian_2d(
+            (1.0..max_intensity).log_scale().base(2.0),
+            (lowest..top).log_scale(),
+        )?;
     chart
         .configure_mesh()
         .bold_line_style(GRID)
@@ -427,7 +430,7 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
         let (x, y) = chart.backend_coord(&point);
         (x - base.0, y - base.1)
     };
-    let (right, bottom) = pixel((most, lowest));
+    let (right, bottom) = pixel((max_intensity, lowest));
     area.draw_text(
         "FLOP for each byte of keys and values",
         &text(13, GREY, HPos::Right),
@@ -436,7 +439,7 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
     let plane = chart.plotting_area();
     for mark in (-3..7).flat_map(|decade| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(decade))) {
         if (lowest..top).contains(&mark) {
-            plane.draw(&PathElement::new([(1.0, mark), (most, mark)], GRID))?;
+            plane.draw(&PathElement::new([(1.0, mark), (max_intensity, mark)], GRID))?;
             let (x, y) = pixel((1.0, mark));
             area.draw_text(&format!("{mark}"), &text(12, GREY, HPos::Right), (x - 10, y))?;
         }
@@ -452,12 +455,12 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
     area.draw_text(&name, &text(12, GREY, HPos::Right), (at.0 - 8, at.1 - 8))?;
     for (name, height) in &flat {
         plane.draw(&DashedPathElement::new(
-            [(height / ceilings.read, *height), (most, *height)],
+            [(height / ceilings.read, *height), (max_intensity, *height)],
             5,
             4,
             GREY.stroke_width(1),
         ))?;
-        let (x, y) = pixel((most, *height));
+        let (x, y) = pixel((max_intensity, *height));
         area.draw_text(name, &text(12, GREY, HPos::Right), (x - 4, y - 9))?;
     }
     let mut labels = Vec::new();

@@ -27,7 +27,7 @@ pub struct Record {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<String>,
     /// Layers of this kind in the model; the time is of one of them. Of all layers: how many, and
-    /// their time in all.
+    /// their total time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<usize>,
     /// The library that computed it.
@@ -75,7 +75,7 @@ pub struct Record {
     /// whose operands rotate.
     #[serde(default)]
     pub read_beside: Option<f64>,
-    /// The ceiling that is nearer, in GFLOP/s or GB/s as `bound` says; null where none applies or
+    /// The ceiling that is nearer, in GFLOP/s or GB/s by `bound`; null where none applies or
     /// none was measured.
     #[serde(default)]
     pub ceiling: Option<f64>,
@@ -207,7 +207,7 @@ impl Record {
         }
     }
 
-    /// Whether other processes took so much that the time says little.
+    /// Whether other processes took so much time that the measurement is unreliable.
     pub fn is_disturbed(&self) -> bool {
         disturbed(self.busy_elsewhere)
     }

@@ -119,7 +119,7 @@ mod tests {
         assert_eq!((total.layers, total.seconds), (Some(24), 48.0));
         // (12 * 1 * 0.5 + 12 * 3 * 0.9) / 48
         assert!((total.fraction_of_ceiling.unwrap() - 0.8).abs() < 1e-12);
-        // Each record did one unit of work a call, so 24 in all.
+        // Each record did one unit of work per call, so 24 together.
         assert!((total.gflops * total.seconds - 24.0).abs() < 1e-9);
     }
 

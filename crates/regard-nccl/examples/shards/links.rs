@@ -8,8 +8,9 @@ use std::time::Duration;
 pub fn links(ranks: &Ranks) -> Result<(), Error> {
     let (count, number) = (ranks.count(), ranks.number());
     let transport = &ranks.rank.transport;
-    let most = 256 << 20;
-    let (from, to) = (Operand::new(&ranks.stream, most)?, Operand::new(&ranks.stream, most)?);
+    let max_bytes = 256 << 20;
+    let (from, to) =
+        (Operand::new(&ranks.stream, max_bytes)?, Operand::new(&ranks.stream, max_bytes)?);
     let span = |operand: &Operand, bytes| Span { address: operand.address, bytes };
     for batch in [1, 8, 64, 256] {
         let (q, rows) = (HEADS * batch * DIM * SIZE, HEADS * batch);

@@ -3,7 +3,8 @@
 use crate::measure::{
     DIM, Error, HEADS, KV_HEADS, Operand, Ranks, SCALE, as_bytes, difference, from_bytes,
 };
-use regard::{Attention, DType, Inputs, Outputs, Plan, Problem, Variant};
+use regard::cuda::DeviceMemory;
+use regard::{Attention, DType, Inputs, Outputs, Plan, Problem, Tensor, Variant, bf16};
 use regard_nccl::{BalancedRows, Device, RingPrefill, RingStep};
 
 /// Causal prefill of one sequence.
@@ -19,41 +20,11 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
         ..Problem::new(DType::BF16, DIM)
     };
     let balanced = BalancedRows { len, ranks: count };
-    // Sampled rows of a rank, by their number there.
-    let sampled = |rank: usize| -> Vec<usize> {
-        let rows = balanced.count(rank);
-        (0..64).map(|i| (i * rows / 63).min(rows - 1)).collect()
-    };
     let out_row = HEADS * DIM;
-    let (mut one, mut expected) = (0.0, Vec::new());
-    if number == 0 {
-        let whole = |seed, heads: usize| Operand::random(ranks, seed, &[(0, len * heads * DIM)]);
-        let (q, k, v) = (whole(1, HEADS)?, whole(2, KV_HEADS)?, whole(3, KV_HEADS)?);
-        let mut out = Operand::new(&ranks.stream, len * out_row)?;
-        let device = &ranks.rank.device;
-        let plan = Plan::new(&problem, device.machine())?;
-        device.load(&plan)?;
-        let mut workspace = device.workspace(plan.workspace_bytes())?;
-        let kv = [1, len, KV_HEADS, DIM];
-        one = ranks.time(1, true, || {
-            let inputs = Inputs::new(
-                q.tensor(&[1, len, HEADS, DIM])?,
-                k.tensor(&kv)?,
-                v.tensor(&kv)?,
-                attention,
-            );
-            let mut outputs = Outputs { out: out.tensor_mut(&[1, len, HEADS, DIM])?, lse: None };
-            // SAFETY: operands live until the work is done.
-            unsafe { device.run(&plan, &inputs, &mut outputs, &mut workspace)? };
-            Ok(())
-        })?;
-        for rank in 0..count {
-            let positions: Vec<usize> = balanced.chunks(rank).into_iter().flatten().collect();
-            let rows: Vec<_> =
-                sampled(rank).iter().map(|&i| (positions[i] * out_row, out_row)).collect();
-            expected.extend(ranks.download(&out, &rows)?);
-        }
-    }
+    let OneGpu { seconds: one, sampled: expected } = match number {
+        0 => on_one_gpu(ranks, &problem, attention, &balanced)?,
+        _ => OneGpu::default(),
+    };
     ranks.gather(&[0])?;
 
     let rows = balanced.count(number);
@@ -79,7 +50,8 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
         unsafe { ring.run(&ranks.rank, step)? };
         Ok(())
     })?;
-    let ranges: Vec<_> = sampled(number).iter().map(|&i| (i * out_row, out_row)).collect();
+    let ranges: Vec<_> =
+        sampled(&balanced, number).iter().map(|&i| (i * out_row, out_row)).collect();
     let results = ranks.gather(&as_bytes(&ranks.download(&out, &ranges)?))?;
     if number == 0 {
         let found = difference(&expected, &from_bytes(&results.concat()))?;
@@ -96,4 +68,50 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
         );
     }
     Ok(())
+}
+
+/// The same prefill on one GPU.
+#[derive(Default)]
+struct OneGpu {
+    /// The time of a run.
+    seconds: f64,
+    /// The sampled rows of all ranks.
+    sampled: Vec<bf16>,
+}
+
+/// Sampled rows of a rank, by their number there.
+fn sampled(balanced: &BalancedRows, rank: usize) -> Vec<usize> {
+    let rows = balanced.count(rank);
+    (0..64).map(|i| (i * rows / 63).min(rows - 1)).collect()
+}
+
+fn on_one_gpu(
+    ranks: &Ranks,
+    problem: &Problem,
+    attention: Attention<Tensor<DeviceMemory>>,
+    balanced: &BalancedRows,
+) -> Result<OneGpu, Error> {
+    let (len, out_row) = (problem.query_len, HEADS * DIM);
+    let operand = |seed, heads: usize| Operand::random(ranks, seed, &[(0, len * heads * DIM)]);
+    let (q, k, v) = (operand(1, HEADS)?, operand(2, KV_HEADS)?, operand(3, KV_HEADS)?);
+    let mut out = Operand::new(&ranks.stream, len * out_row)?;
+    let device = &ranks.rank.device;
+    let plan = Plan::new(problem, device.machine())?;
+    device.load(&plan)?;
+    let mut workspace = device.workspace(plan.workspace_bytes())?;
+    let kv = [1, len, KV_HEADS, DIM];
+    let seconds = ranks.time(1, true, || {
+        let q = q.tensor(&[1, len, HEADS, DIM])?;
+        let inputs = Inputs::new(q, k.tensor(&kv)?, v.tensor(&kv)?, attention);
+        let mut outputs = Outputs { out: out.tensor_mut(&[1, len, HEADS, DIM])?, lse: None };
+        // SAFETY: operands live until the work is done.
+        unsafe { device.run(&plan, &inputs, &mut outputs, &mut workspace)? };
+        Ok(())
+    })?;
+    let mut rows = Vec::new();
+    for rank in 0..ranks.count() {
+        let positions: Vec<usize> = balanced.chunks(rank).into_iter().flatten().collect();
+        rows.extend(sampled(balanced, rank).iter().map(|&i| (positions[i] * out_row, out_row)));
+    }
+    Ok(OneGpu { seconds, sampled: ranks.download(&out, &rows)? })
 }

@@ -2,7 +2,7 @@
 
 use crate::device::{Device, expect_inside};
 use regard::cuda::cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
-use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, driver_error};
+use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, RawWorkspace, driver_error};
 use regard::{DType, Error, Inputs, Machine, Merge, Outputs, Plan, Tensor, TensorMut};
 use std::sync::Arc;
 
@@ -180,7 +180,7 @@ impl Device for GpuRank {
         outputs: &mut Outputs<DeviceMemory>,
         workspace: &mut DeviceBuffer,
     ) -> Result<(), Error> {
-        let workspace = (workspace.address, workspace.bytes);
+        let workspace = RawWorkspace { address: workspace.address, bytes: workspace.bytes };
         // SAFETY: the stream is of the GPU's context, the workspace's counters are zero between
         // runs, and the caller has promised the rest.
         unsafe { self.gpu.run_raw(plan, self.compute.cu_stream(), inputs, outputs, workspace) }

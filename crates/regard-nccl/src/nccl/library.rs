@@ -53,7 +53,7 @@ const OLDEST: c_int = 21800;
 const UNDEFINED: c_int = c_int::MIN;
 
 impl Config {
-    /// Calls return before they are done, so that a rank that does not answer blocks nobody for
+    /// Calls return before they are done, so that a rank that does not answer blocks no other for
     /// ever; at most so many thread blocks communicate.
     pub fn new(max_ctas: Option<u32>) -> Config {
         Config {

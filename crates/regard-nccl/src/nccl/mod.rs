@@ -61,7 +61,7 @@ impl fmt::Debug for GroupId {
 pub struct Options {
     /// How long a rank waits for another. An exchange on the GPU counts from [`Transport::wait`].
     pub timeout: Duration,
-    /// The most thread blocks that communicate; `None` is NCCL's choice. Those that transfers take
+    /// Maximum CTAs that communicate; `None` is NCCL's choice. Those that transfers take
     /// while kernels run are not free for these.
     pub max_ctas: Option<u32>,
 }

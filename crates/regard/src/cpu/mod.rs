@@ -78,7 +78,7 @@ pub fn run(
         let flat = |plan: &Plan, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]| {
             run(plan, inputs, outputs, workspace, executor)
         };
-        if prefix.run((inputs, outputs), &problem, workspace, executor, &flat)? {
+        if prefix.run(inputs, outputs, &problem, workspace, executor, &flat)? {
             return Ok(());
         }
     }

@@ -7,11 +7,10 @@ use super::walk::tiling::Tiling;
 use super::walk::{self, heads_per_item, key_walk, max_item_rows};
 use crate::error::Error;
 use crate::machine::{CpuFacts, Machine};
-use crate::plan::{BackendPlan, Line, Plan};
+use crate::plan::{BackendPlan, Line, Plan, Selection};
 use crate::problem::Problem;
 use crate::split::{INVARIANT_KEYS, ITEMS_PER_WORKER, MIN_KEYS, PARTIAL_BLOCKS_PER_WORKER};
 use crate::split::{Split, Work, split};
-use std::sync::Arc;
 
 /// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
 /// keys, and one worker merges the partial states of all.
@@ -43,7 +42,7 @@ pub struct CpuPlan {
 pub struct WorkspaceLayout {
     /// [`SequenceStart`]: one per sequence and one more.
     pub sequences: usize,
-    /// `u32` a row block whose keys are split: splits of it that have finished.
+    /// `u32` per row block whose keys are split: splits of it that have finished.
     pub finished: usize,
     /// `f32`: partial states of rows and splits.
     pub partials: usize,
@@ -51,9 +50,9 @@ pub struct WorkspaceLayout {
     pub max_states: usize,
     /// `f32`: what one worker needs for itself.
     pub scratch: usize,
-    /// Bytes of scratch a worker.
+    /// Bytes of scratch per worker.
     pub scratch_bytes: usize,
-    /// Bytes in all, room for alignment included.
+    /// Total bytes, room for alignment included.
     pub total: usize,
 }
 
@@ -121,8 +120,8 @@ pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Pl
     let has_groups = problem.prefix_groups > 0 && prefix::refusal(problem).is_none();
     let planned = |problem: &Problem| plan(problem, facts, machine);
     let prefix = has_groups.then(|| PrefixPlan::new(problem, layout.total, planned)).transpose()?;
-    let cpu = Arc::new(CpuPlan { tiling, workers, threads: facts.threads, layout, prefix });
-    Plan::from_parts(problem, machine, choice, split, cpu)
+    let backend = CpuPlan { tiling, workers, threads: facts.threads, layout, prefix };
+    Plan::from_selection(problem, machine, Selection { choice, split, backend })
 }
 
 impl BackendPlan for CpuPlan {
@@ -174,13 +173,13 @@ fn max_states(problem: &Problem, tiling: &Tiling, split: &Split, threads: usize)
         false => SMALLER_PROBLEM_BLOCKS,
     };
     let blocks = threads.saturating_mul(blocks);
-    let mut most = all_rows.saturating_mul(splits).min(blocks.saturating_mul(tiling.block_rows));
+    let mut states = all_rows.saturating_mul(splits).min(blocks.saturating_mul(tiling.block_rows));
     if !problem.batch_invariant {
         // Fewer items than ITEMS_PER_WORKER per worker are split into fewer than twice as many.
         let items = threads.saturating_mul(2 * ITEMS_PER_WORKER);
-        most = most.min(items.saturating_mul(max_item_rows(tiling, rows, problem.kv_heads)));
+        states = states.min(items.saturating_mul(max_item_rows(tiling, rows, problem.kv_heads)));
     }
-    at_bounds.max(most)
+    at_bounds.max(states)
 }
 
 impl WorkspaceLayout {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// a time uses them. A run that starts meanwhile, from another thread or nested in the first, uses
 /// its calling thread only, so that runs never wait for each other.
 ///
-/// A forked child process starts its own threads, whatever its parent's threads were doing.
+/// A forked child process starts its own threads, regardless of its parent's threads.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Threads;
 

@@ -164,7 +164,8 @@ impl PrefixPlan {
     /// As `run`.
     pub fn run(
         &self,
-        (inputs, outputs): (&Inputs, &mut Outputs),
+        inputs: &Inputs,
+        outputs: &mut Outputs,
         problem: &Problem,
         workspace: &mut [u8],
         executor: &dyn Executor,
@@ -242,9 +243,9 @@ struct Gathered {
 /// Keys of a sequence's prefix that all its rows see, if they see all of it; in whole pages.
 fn shared_keys(problem: &Problem, sequence: &Sequence, len: usize, block_size: usize) -> usize {
     // Tree bits are of the last keys only.
-    let most =
+    let max_len =
         sequence.kv_len.saturating_sub(if problem.variant.tree { sequence.q_len } else { 0 });
-    let len = len.min(most) / block_size * block_size;
+    let len = len.min(max_len) / block_size * block_size;
     let last = sequence.q_offset.saturating_add(sequence.q_len as i64 - 1);
     let (first, last) = (
         problem.variant.visible(sequence.q_offset, sequence.kv_len),
@@ -482,9 +483,9 @@ fn merge_to<E: Number>(call: &Call, outputs: &mut Outputs, executor: &dyn Execut
             // SAFETY: the row was gathered, and its result written.
             let shared = shared.map(|row| unsafe {
                 let out = parts.slice::<f32>(layout.shared_out + row * dim * 4, dim);
-                (out, parts.slice::<f32>(layout.shared_lse + row * 4, 1)[0])
+                RowResult { out, lse: parts.slice::<f32>(layout.shared_lse + row * 4, 1)[0] }
             });
-            let own = (&own_out[row * dim..][..dim], own_lse[row]);
+            let own = RowResult { out: &own_out[row * dim..][..dim], lse: own_lse[row] };
             let merged = Merged::new(own, shared);
             let to = out.row(&sequence, token, head);
             for i in 0..dim {
@@ -505,7 +506,13 @@ fn merge_to<E: Number>(call: &Call, outputs: &mut Outputs, executor: &dyn Execut
     });
 }
 
-/// A row's two results, weighed.
+/// A row's result over some keys.
+struct RowResult<'a> {
+    out: &'a [f32],
+    lse: f32,
+}
+
+/// A row's two results, with their weights.
 struct Merged<'a> {
     own: &'a [f32],
     shared: Option<&'a [f32]>,
@@ -514,18 +521,19 @@ struct Merged<'a> {
 }
 
 impl<'a> Merged<'a> {
-    fn new((own, own_lse): (&'a [f32], f32), shared: Option<(&'a [f32], f32)>) -> Merged<'a> {
-        let Some((shared, shared_lse)) = shared else {
-            return Merged { own, shared: None, weights: [1.0, 0.0], lse: own_lse };
+    fn new(own: RowResult<'a>, shared: Option<RowResult<'a>>) -> Merged<'a> {
+        let Some(shared) = shared else {
+            return Merged { own: own.out, shared: None, weights: [1.0, 0.0], lse: own.lse };
         };
-        let max = own_lse.max(shared_lse);
+        let max = own.lse.max(shared.lse);
         // A row that has seen no key in either has weights of 0, and an output of 0.
         let weight = |lse: f32| if lse == f32::NEG_INFINITY { 0.0 } else { (lse - max).exp() };
-        let weights = [weight(own_lse), weight(shared_lse)];
+        let weights = [weight(own.lse), weight(shared.lse)];
         let sum = weights[0] + weights[1];
         let inverse = if sum > 0.0 { 1.0 / sum } else { 0.0 };
         let lse = if sum > 0.0 { max + sum.ln() } else { f32::NEG_INFINITY };
-        Merged { own, shared: Some(shared), weights: weights.map(|x| x * inverse), lse }
+        let weights = weights.map(|x| x * inverse);
+        Merged { own: own.out, shared: Some(shared.out), weights, lse }
     }
 
     fn at(&self, i: usize) -> f32 {

@@ -75,7 +75,8 @@ pub fn select(
     };
     // The lanes of the kernel's level: streaming reads whole vectors of keys and values in place.
     let lanes = kernel.level().expect("a kernel for CPUs").lanes();
-    let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
+    let exact_dims =
+        problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
     let tile = TILES
         .iter()
         .find(|tile| dims <= tile.dims)
@@ -83,7 +84,7 @@ pub fn select(
     let tiling = Tiling {
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
-        stream_rows: if whole && !problem.batch_invariant { stream::MAX_ROWS } else { 0 },
+        stream_rows: if exact_dims && !problem.batch_invariant { stream::MAX_ROWS } else { 0 },
         uses_amx: kernel == Kernel::CpuAmx,
     };
     let choice = Choice {

@@ -4,9 +4,8 @@ use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, select};
 use crate::append::{self, AppendScales, AppendShape};
 use crate::error::Error;
-use crate::params::{
-    AppendParameters, CacheFormat, ElementType, KvTensor, RowStrides, TokenStrides, TokenTensor,
-};
+use crate::kernel_parameters::{count, row_strides, scale_strides, token_strides};
+use crate::params::{AppendParameters, CacheFormat, ElementType, KvTensor, TokenTensor};
 use crate::tensor::{Dims, Tensor};
 use cudarc::driver::{CudaStream, sys};
 
@@ -21,22 +20,18 @@ pub type Rotary<'a> = append::Rotary<'a, DeviceMemory>;
 
 /// A tensor `[total, H, D]`.
 fn token_tensor(pointer: u64, dims: &Dims) -> TokenTensor {
-    let strides = dims.strides();
-    TokenTensor { pointer, strides: TokenStrides { token: strides[0], head: strides[1] } }
+    TokenTensor { pointer, strides: token_strides(dims) }
 }
 
 /// A pool `[blocks, block_size, H, D]`.
 fn pool_tensor(pointer: u64, dims: &Dims) -> KvTensor {
-    let strides = dims.strides();
-    let strides = RowStrides { batch: strides[0], token: strides[1], head: strides[2] };
-    KvTensor { pointer, strides }
+    KvTensor { pointer, strides: row_strides(dims, 3) }
 }
 
 /// Checks shapes, types and strides, and fills in the kernel's parameters.
 fn parameters(append: &Append) -> Result<AppendParameters, Error> {
     let shape = append.check()?;
-    let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
-    let mut p = AppendParameters {
+    let mut parameters = AppendParameters {
         new_keys: token_tensor(append.key.address(), &append.key),
         new_values: token_tensor(append.value.address(), &append.value),
         keys: pool_tensor(append.key_pool.address(), &append.key_pool),
@@ -55,57 +50,41 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
         blocks: count(shape.blocks),
         table_blocks: count(shape.table_blocks),
         element_bytes: count(shape.dtype.size()),
-        element_type: ElementType::of(shape.dtype),
+        element_type: ElementType::from_dtype(shape.dtype),
         ..AppendParameters::default()
     };
-    set_cache(append, &shape, &mut p);
+    set_cache(append, &shape, &mut parameters);
     if let Some(rotary) = &append.rotary {
-        set_rotary(rotary, &shape, &mut p);
+        set_rotary(rotary, &shape, &mut parameters);
     }
-    Ok(p)
+    Ok(parameters)
 }
 
 /// Fills in formats and scales of the pools.
-fn set_cache(append: &Append, shape: &AppendShape, p: &mut AppendParameters) {
-    p.cache.key_format = CacheFormat::of(shape.key_dtype);
-    p.cache.value_format = CacheFormat::of(shape.value_dtype);
+fn set_cache(append: &Append, shape: &AppendShape, parameters: &mut AppendParameters) {
+    parameters.cache.key_format = CacheFormat::from_dtype(shape.key_dtype);
+    parameters.cache.value_format = CacheFormat::from_dtype(shape.value_dtype);
     if let Some(scales) = &append.k_scales {
-        (p.cache.key_scales, p.cache.key_scale_strides) = scale_tensor(scales);
-        p.dynamic_key_scales = matches!(scales, AppendScales::Dynamic(_)).into();
+        parameters.cache.key_scales = scales.address();
+        parameters.cache.key_scale_strides = scale_strides(scales.dims());
+        parameters.dynamic_key_scales = scales.is_dynamic().into();
     }
     if let Some(scales) = &append.v_scales {
-        (p.cache.value_scales, p.cache.value_scale_strides) = scale_tensor(scales);
-        p.dynamic_value_scales = matches!(scales, AppendScales::Dynamic(_)).into();
+        parameters.cache.value_scales = scales.address();
+        parameters.cache.value_scale_strides = scale_strides(scales.dims());
+        parameters.dynamic_value_scales = scales.is_dynamic().into();
     }
-}
-
-/// The address and strides of scales `[blocks, block_size, H]`; a dimension of 1 stands for all.
-fn scale_tensor(scales: &AppendScales<DeviceMemory>) -> (u64, RowStrides) {
-    let (address, dims): (u64, &Dims) = match scales {
-        AppendScales::Static(tensor) => (tensor.address(), tensor),
-        AppendScales::Dynamic(tensor) => (tensor.address(), tensor),
-    };
-    let stride = |i: usize| if dims.shape()[i] == 1 { 0 } else { dims.strides()[i] };
-    (address, RowStrides { batch: stride(0), token: stride(1), head: stride(2) })
-}
-
-/// The memory of scales.
-fn scale_memory(scales: Option<&AppendScales<DeviceMemory>>) -> Option<DeviceMemory> {
-    Some(match scales? {
-        AppendScales::Static(tensor) => tensor.memory(),
-        AppendScales::Dynamic(tensor) => tensor.memory(),
-    })
 }
 
 /// Fills in the parameters of a rotation.
-fn set_rotary(rotary: &Rotary, shape: &AppendShape, p: &mut AppendParameters) {
-    p.rotary = rotary.table.address();
-    p.rotary_dim = shape.rotary_dim as i32;
-    p.rotary_positions = shape.rotary_positions as i32;
-    p.rotary_interleaved = rotary.interleaved.into();
+fn set_rotary(rotary: &Rotary, shape: &AppendShape, parameters: &mut AppendParameters) {
+    parameters.rotary = rotary.table.address();
+    parameters.rotary_dim = shape.rotary_dim as i32;
+    parameters.rotary_positions = shape.rotary_positions as i32;
+    parameters.rotary_interleaved = rotary.interleaved.into();
     if let Some(query) = &rotary.query {
-        p.query = token_tensor(query.address(), query);
-        p.query_heads = shape.query_heads as i32;
+        parameters.query = token_tensor(query.address(), query);
+        parameters.query_heads = shape.query_heads as i32;
     }
 }
 
@@ -119,8 +98,8 @@ fn memories(append: &Append) -> [(&'static str, Option<DeviceMemory>); 11] {
         ("key_pool", Some(append.key_pool.memory())),
         ("value_pool", Some(append.value_pool.memory())),
         ("block_table", append.block_table.map(|tensor| tensor.memory())),
-        ("k_scales", scale_memory(append.k_scales.as_ref())),
-        ("v_scales", scale_memory(append.v_scales.as_ref())),
+        ("k_scales", append.k_scales.as_ref().map(AppendScales::memory)),
+        ("v_scales", append.v_scales.as_ref().map(AppendScales::memory)),
         ("kv_lens", Some(append.kv_lens.memory())),
         ("cu_seqlens", append.cu_seqlens.map(|tensor| tensor.memory())),
         ("rotary table", rotary.map(|rotary| rotary.table.memory())),

@@ -86,9 +86,9 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
     };
     status.result().map_err(|error| {
         let mut reason = text(error);
-        let said = log.split(|&byte| byte == 0).next().unwrap_or_default();
-        if !said.is_empty() {
-            reason.push_str(&format!(": {}", String::from_utf8_lossy(said).trim()));
+        let message = log.split(|&byte| byte == 0).next().unwrap_or_default();
+        if !message.is_empty() {
+            reason.push_str(&format!(": {}", String::from_utf8_lossy(message).trim()));
         }
         if error.0 == sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
             && let Ok((major, minor)) = version()
@@ -103,7 +103,7 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
     Ok(module)
 }
 
-/// The version that PTX says it is of.
+/// The version in the header of a PTX text.
 fn ptx_version(image: &[u8]) -> Option<&str> {
     let text = std::str::from_utf8(image).ok()?;
     text.lines().find_map(|line| line.trim().strip_prefix(".version ")).map(str::trim)

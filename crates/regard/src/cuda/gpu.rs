@@ -1,11 +1,14 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
+use super::launch::{DecodeCall, PrefillCall};
 use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
+use super::tensor_map::Described;
 use super::{
-    COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
+    COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, RawWorkspace, WORKSPACE_ALIGNMENT,
+    Workspace, driver, launch,
 };
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
@@ -211,14 +214,14 @@ impl Gpu {
         outputs.lse.as_ref().map_or(Ok(()), |lse| lse.memory().expect_stream("lse", stream))?;
         let bytes = workspace.bytes();
         let (address, _until_queued) = workspace.lend(stream);
+        let workspace = RawWorkspace { address, bytes };
         // SAFETY: the stream is of this context, the workspace is lent to it and its counters are
         // zero between runs (`Workspace` sees to that); operands are lent to it too, or their
         // makers have promised as much.
-        unsafe { self.run_raw(plan, stream.cu_stream(), inputs, outputs, (address, bytes)) }
+        unsafe { self.run_raw(plan, stream.cu_stream(), inputs, outputs, workspace) }
     }
 
-    /// [`Gpu::run`] on a raw stream and raw memory, for engines that manage both. `workspace` is an
-    /// address and its size in bytes.
+    /// [`Gpu::run`] on a raw stream and raw memory, for engines that manage both.
     ///
     /// The context becomes current on this thread if it is not.
     ///
@@ -226,16 +229,16 @@ impl Gpu {
     /// As [`Gpu::run`].
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context. The workspace is device memory of at least that
-    /// size, its first [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else uses
-    /// it until the run is done, nor does anything write the operands.
+    /// `stream` is a stream of this GPU's context. The workspace is device memory of at least its
+    /// `bytes`, its first [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else
+    /// uses it until the run is done, nor does anything write the operands.
     pub unsafe fn run_raw(
         &self,
         plan: &Plan,
         stream: sys::CUstream,
         inputs: &Inputs<DeviceMemory>,
         outputs: &mut Outputs<DeviceMemory>,
-        workspace: (u64, usize),
+        workspace: RawWorkspace,
     ) -> Result<(), Error> {
         let launches = self.launches_of(plan)?;
         let mut problem = Problem::from_operands(inputs, outputs)?;
@@ -245,93 +248,10 @@ impl Gpu {
         if problem.rows() == 0 {
             return Ok(());
         }
-        let on = |launch: &Launch, blocks: u32| Launch { grid: [blocks, 1, 1], ..*launch };
-        if let Some(prefill) = &launches.prefill {
-            let call = launch::prefill_call(&problem, prefill, inputs, outputs, workspace.0);
-            let maps = call.maps.map(|maps| self.tensor_maps(&problem, &maps)).transpose()?;
-            let function = self.function(&call.kernel.launch)?;
-            if let Some((launch, blocks)) = call.tile_map {
-                let mut arguments = [argument(&call.attention), argument(&call.parameters)];
-                let function = self.function(launch)?;
-                // SAFETY: as below.
-                unsafe { self.launch(function, &on(launch, blocks), &mut arguments, stream)? };
-            }
-            let mut arguments = [
-                argument(&call.attention),
-                argument(&call.parameters),
-                maps.as_ref().map_or(argument(&call.cache), argument),
-                argument(&call.cache),
-            ];
-            let converts = usize::from(call.kernel.cache != Cache::Elements);
-            let count = 2 + usize::from(maps.is_some()) + converts;
-            // SAFETY: the kernel reads these parameters, and maps if it is one that does; operands
-            // and workspace are checked, and the caller has promised the rest.
-            unsafe {
-                self.launch(
-                    function,
-                    &on(&call.kernel.launch, call.blocks),
-                    &mut arguments[..count],
-                    stream,
-                )?;
-            }
-        }
-        let prefix = launches.prefix.as_ref();
-        let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, workspace.0));
-        let launch_prefix = |call: &PrefixCall, launch: &Launch| {
-            let mut arguments = [argument(&call.attention), argument(&call.parameters)];
-            // SAFETY: as above.
-            unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream) }
-        };
-        if let Some(call) = &prefix {
-            launch_prefix(call, &call.schedule)?;
-        }
-        if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs, outputs) {
-            let mut call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
-            if let Some(prefix) = &prefix {
-                prefix.set_own_keys(&mut call.parameters);
-            }
-            let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
-            let encode = |keys| {
-                self.bind()?;
-                driver::encode("k", problem.key_dtype, &keys)
-            };
-            let map = keys.map(encode).transpose()?;
-            let mut arguments =
-                [argument(&call.parameters), map.as_ref().map_or(argument(&call.cache), argument)];
-            let count = if decode.cache == Cache::Elements { 1 } else { 2 };
-            // SAFETY: as above.
-            unsafe {
-                self.launch(self.function(&launch)?, &launch, &mut arguments[..count], stream)?;
-            }
-            if let Some(join) = &call.join {
-                // SAFETY: as above.
-                unsafe {
-                    self.launch(
-                        self.function(join)?,
-                        join,
-                        &mut [argument(&call.parameters)],
-                        stream,
-                    )?
-                };
-            }
-        }
-        if let Some(call) = &prefix {
-            launch_prefix(call, &call.kernel)?;
-            launch_prefix(call, &call.join)?;
-        }
-        Ok(())
-    }
-
-    /// Encodes tensor maps with the driver.
-    fn tensor_maps(&self, problem: &Problem, maps: &launch::Maps) -> Result<TensorMaps, Error> {
-        let dtype = problem.dtype;
-        self.bind()?;
-        Ok(TensorMaps {
-            query: driver::encode("q", dtype, &maps.query)?,
-            key: driver::encode("k", problem.key_dtype, &maps.key)?,
-            value: driver::encode("v", problem.value_dtype, &maps.value)?,
-            out: driver::encode("out", dtype, &maps.out)?,
-        })
+        let workspace = workspace.address;
+        let run = Run { gpu: self, stream, problem: &problem, inputs, outputs, workspace };
+        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
+        unsafe { run.queue(launches) }
     }
 
     /// Makes the context current on this thread.
@@ -341,24 +261,24 @@ impl Gpu {
             .map_err(|error| driver::driver_error("using the GPU's context", error))
     }
 
-    #[doc(hidden)]
     /// Queues a kernel that only reads device memory: its bandwidth is the roofline of attention.
     /// The last 16 bytes of the memory may be written.
     ///
     /// # Errors
-    /// If the memory is not whole and aligned 16 bytes, or the driver fails.
+    /// If the address or size is not a multiple of 16 bytes, or the driver fails.
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's context, and `bytes` bytes of device memory start at
     /// `address`.
+    #[doc(hidden)]
     pub unsafe fn read_memory(
         &self,
         stream: sys::CUstream,
         address: u64,
         bytes: usize,
     ) -> Result<(), Error> {
-        let whole = address.is_multiple_of(16) && bytes.is_multiple_of(16) && bytes > 16;
-        if !whole {
+        let aligned = address.is_multiple_of(16) && bytes.is_multiple_of(16) && bytes > 16;
+        if !aligned {
             let found = format!("{bytes} bytes at {address:#x}");
             return Err(Error::argument(
                 "memory",
@@ -474,6 +394,124 @@ impl Gpu {
     }
 }
 
+/// A run whose operands and workspace are checked.
+struct Run<'a> {
+    gpu: &'a Gpu,
+    stream: sys::CUstream,
+    problem: &'a Problem,
+    inputs: &'a Inputs<'a, DeviceMemory>,
+    outputs: &'a Outputs<'a, DeviceMemory>,
+    /// The address of the workspace.
+    workspace: u64,
+}
+
+/// # Safety of its methods
+/// As [`Gpu::run_raw`].
+impl Run<'_> {
+    /// Queues all launches of a plan.
+    unsafe fn queue(&self, launches: &Launches) -> Result<(), Error> {
+        let Run { problem, inputs, outputs, workspace, .. } = *self;
+        if let Some(prefill) = &launches.prefill {
+            let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
+            // SAFETY: passed on.
+            unsafe { self.prefill(&call)? };
+        }
+        let prefix = launches.prefix.as_ref();
+        let prefix = prefix.map(|prefix| prefix.call(problem, inputs, outputs, workspace));
+        if let Some(call) = &prefix {
+            // SAFETY: passed on.
+            unsafe { self.prefix(call, &call.schedule)? };
+        }
+        if let Some((decode, keys)) = launch::choose_decode(problem, launches, inputs, outputs) {
+            let mut call = launch::decode_call(problem, decode, inputs, outputs, workspace);
+            if let Some(prefix) = &prefix {
+                prefix.set_own_keys(&mut call.parameters);
+            }
+            // SAFETY: passed on.
+            unsafe { self.decode(decode, &call, keys)? };
+        }
+        if let Some(call) = &prefix {
+            // SAFETY: passed on.
+            unsafe {
+                self.prefix(call, &call.kernel)?;
+                self.prefix(call, &call.join)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Queues prefill, and before it the kernel that makes the tile map of a mask.
+    unsafe fn prefill(&self, call: &PrefillCall) -> Result<(), Error> {
+        let maps = call.maps.map(|maps| self.tensor_maps(&maps)).transpose()?;
+        // Loaded before anything is queued, so that a failure leaves nothing queued.
+        let function = self.gpu.function(&call.kernel.launch)?;
+        let mut arguments = [
+            argument(&call.attention),
+            argument(&call.parameters),
+            maps.as_ref().map_or(argument(&call.cache), argument),
+            argument(&call.cache),
+        ];
+        if let Some((launch, blocks)) = call.tile_map {
+            // SAFETY: the kernel reads the first two; the caller has promised the rest.
+            unsafe { self.launch(&launch.with_blocks(blocks), &mut arguments[..2])? };
+        }
+        let converts = usize::from(call.kernel.cache != Cache::Elements);
+        let count = 2 + usize::from(maps.is_some()) + converts;
+        let launch = call.kernel.launch.with_blocks(call.blocks);
+        // SAFETY: the kernel reads these parameters, and maps if it is one that does; the caller
+        // has promised the rest.
+        unsafe { self.gpu.launch(function, &launch, &mut arguments[..count], self.stream) }
+    }
+
+    /// Queues one of the kernels for prefix groups.
+    unsafe fn prefix(&self, call: &PrefixCall, launch: &Launch) -> Result<(), Error> {
+        let mut arguments = [argument(&call.attention), argument(&call.parameters)];
+        // SAFETY: the kernels read these; the caller has promised the rest.
+        unsafe { self.launch(launch, &mut arguments) }
+    }
+
+    /// Queues decode, and the kernel that combines partial states if there is one. `keys` describes
+    /// the tensor map of a latent cache.
+    unsafe fn decode(
+        &self,
+        decode: &Decode,
+        call: &DecodeCall,
+        keys: Option<Described>,
+    ) -> Result<(), Error> {
+        let encode = |keys| {
+            self.gpu.bind()?;
+            driver::encode("k", self.problem.key_dtype, &keys)
+        };
+        let map = keys.map(encode).transpose()?;
+        let mut arguments =
+            [argument(&call.parameters), map.as_ref().map_or(argument(&call.cache), argument)];
+        let count = if decode.cache == Cache::Elements { 1 } else { 2 };
+        let launch = Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) };
+        // SAFETY: the kernel reads these parameters; the caller has promised the rest.
+        unsafe { self.launch(&launch, &mut arguments[..count])? };
+        // SAFETY: it reads the first; the caller has promised the rest.
+        call.join.map_or(Ok(()), |join| unsafe { self.launch(&join, &mut arguments[..1]) })
+    }
+
+    /// Loads and launches a kernel.
+    unsafe fn launch(&self, launch: &Launch, arguments: &mut [*mut c_void]) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.gpu.launch(self.gpu.function(launch)?, launch, arguments, self.stream) }
+    }
+
+    /// Encodes tensor maps with the driver.
+    fn tensor_maps(&self, maps: &launch::Maps) -> Result<TensorMaps, Error> {
+        let Problem { dtype, key_dtype, value_dtype, .. } = *self.problem;
+        self.gpu.bind()?;
+        Ok(TensorMaps {
+            query: driver::encode("q", dtype, &maps.query)?,
+            key: driver::encode("k", key_dtype, &maps.key)?,
+            value: driver::encode("v", value_dtype, &maps.value)?,
+            out: driver::encode("out", dtype, &maps.out)?,
+        })
+    }
+}
+
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Gpu({})", self.machine)
@@ -488,7 +526,7 @@ pub(super) fn argument<T: Copy>(parameters: &T) -> *mut c_void {
 /// The workspace is large enough, aligned, and apart from every operand.
 fn check_workspace(
     plan: &Plan,
-    (address, bytes): (u64, usize),
+    RawWorkspace { address, bytes }: RawWorkspace,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Result<(), Error> {

@@ -7,7 +7,7 @@ use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::variant::Values;
 
-/// Keys per K tile: units of work, and the most keys per TMA box.
+/// Keys per K tile: units of work, and the maximum keys per TMA box.
 const TILE_KEYS: usize = 64;
 
 /// Threads of a CTA that combines partial states.
@@ -25,9 +25,16 @@ const JOIN_SLICES: usize = 4;
 /// Keys per TMA box are a multiple of this: shared memory is swizzled in groups of 8 rows.
 const BOX_STEP: usize = 8;
 
-/// The decode launch for a problem over a latent cache, and the bytes of its workspace; `None` if
-/// no such module takes it on this GPU. Operands that TMA cannot read run without it.
-pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, usize)> {
+/// A decode launch over a latent cache.
+pub(super) struct LatentDecode {
+    pub decode: Decode,
+    /// Bytes of its workspace, the counters included.
+    pub workspace_bytes: usize,
+}
+
+/// The decode launch for a problem over a latent cache; `None` if no such module takes it on this
+/// GPU. Operands that TMA cannot read run without it.
+pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecode> {
     if !is_plain(problem) {
         return None;
     }
@@ -36,32 +43,19 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, us
     let tiles = tiles(problem, config.tile_rows);
     let start_units = start_units(TILE_KEYS * problem.head_dim * config.operands.element.bytes());
     let units = problem.kv_len.div_ceil(TILE_KEYS);
-    let most_parts = (facts.multiprocessors / ctas_per_tile)
+    let max_parts = (facts.multiprocessors / ctas_per_tile)
         .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4 / ctas_per_tile);
-    let parts = tiles.saturating_mul(units + start_units).clamp(1, most_parts.max(1));
+    let parts = tiles.saturating_mul(units + start_units).clamp(1, max_parts.max(1));
     let joins = 2 * tiles <= parts && problem.queries == QueryStorage::Batched;
-    // Threads that have four outputs each. A row that has few parts has one group of them, whose
-    // threads also weigh the parts.
-    let group = config.operands.value_dim / 4;
-    let parts = if joins { parts.min(group) } else { parts };
-    // CTAs per tile: each has a slice of a row, a row, or several rows with a group of threads
-    // each.
-    let rows = config.tile_rows;
-    let (has_many, whole_rows) = (parts > MANY_PARTS * tiles, rows * tiles);
-    let join_ctas = if has_many && whole_rows * JOIN_SLICES <= facts.multiprocessors {
-        rows * JOIN_SLICES
-    } else if has_many || whole_rows <= facts.multiprocessors {
-        rows
-    } else {
-        rows / (JOIN_THREADS / group)
-    };
+    // A row that has few parts has one group of threads, which also weigh the parts.
+    let parts = if joins { parts.min(row_threads(config)) } else { parts };
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
     let join = joins.then(|| Join {
         launch: Launch {
             module: module.name(),
             entry: "join",
-            grid: [tiles as u32, join_ctas as u32, 1],
+            grid: [tiles as u32, join_ctas(config, tiles, parts, facts) as u32, 1],
             threads: JOIN_THREADS as u32,
             shared_bytes: JOIN_SHARED_BYTES as u32,
         },
@@ -88,11 +82,30 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, us
         join,
     };
     let ranges = if join.is_some() { tiles * CUT_BYTES } else { 0 };
-    Some((decode, partials_end + ranges))
+    Some(LatentDecode { decode, workspace_bytes: partials_end + ranges })
+}
+
+/// CTAs per tile that combine partial states: each has a slice of a row, a row, or several rows
+/// with a group of threads each.
+fn join_ctas(config: &DecodeConfig, tiles: usize, parts: usize, facts: &CudaFacts) -> usize {
+    let rows = config.tile_rows;
+    let (has_many, all_rows) = (parts > MANY_PARTS * tiles, rows * tiles);
+    if has_many && all_rows * JOIN_SLICES <= facts.multiprocessors {
+        rows * JOIN_SLICES
+    } else if has_many || all_rows <= facts.multiprocessors {
+        rows
+    } else {
+        rows / (JOIN_THREADS / row_threads(config))
+    }
+}
+
+/// Threads that have four outputs each: one row.
+fn row_threads(config: &DecodeConfig) -> usize {
+    config.operands.value_dim / 4
 }
 
 /// Whether a problem has what these modules are for: scores that are dot products times the scale,
-/// and pages in whole TMA boxes.
+/// and pages that are multiples of a TMA box.
 fn is_plain(problem: &Problem) -> bool {
     problem.values == Values::KeyPrefix
         && problem.key_dtype == problem.dtype
@@ -113,7 +126,7 @@ fn find_module(
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
     let suits = |(module, config): &(&Module, &DecodeConfig)| {
         config.cache == Cache::Latent
-            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
             && config.latent_shared_bytes() <= facts.shared_bytes
@@ -156,7 +169,8 @@ mod tests {
     #[test]
     fn the_tile_is_the_smallest_that_the_rows_fit_into() {
         let rows = |heads| {
-            let (decode, _) = select(&problem(8, heads, 16384), &facts("h200")).unwrap();
+            let LatentDecode { decode, .. } =
+                select(&problem(8, heads, 16384), &facts("h200")).unwrap();
             (decode.tile_rows, decode.ctas_per_tile, decode.launch.grid[0])
         };
         assert_eq!([1, 16].map(rows), [(16, 1, 128); 2]);
@@ -167,7 +181,8 @@ mod tests {
     #[test]
     fn join_kernel_is_used_for_few_tiles() {
         let join = |batch, keys| {
-            let (decode, _) = select(&problem(batch, 16, keys), &facts("h200")).unwrap();
+            let LatentDecode { decode, .. } =
+                select(&problem(batch, 16, keys), &facts("h200")).unwrap();
             decode.join.map(|join| join.launch.grid)
         };
         // 128 parts of one tile: a CTA has a quarter of a row.
@@ -175,7 +190,7 @@ mod tests {
         // 16 parts each of 8 tiles: a CTA has a row. More tiles: four.
         assert_eq!(join(8, 16384), Some([8, 16, 1]));
         assert_eq!(join(16, 16384), Some([16, 4, 1]));
-        // Most tiles are whole: the last CTA of the others joins.
+        // Most tiles have one CTA: the last CTA of the others joins.
         assert_eq!(join(128, 4096), None);
     }
 

@@ -7,21 +7,21 @@ use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, prefill, work};
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::kernel_parameters::{
+    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
+    tree_strides, window,
+};
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, KvTensor, LoadKind, MapStrides, MaskKind, MaskStrides,
-    OffsetKind, PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TreeStrides,
+    KeyPositions as DevicePositions, KvTensor, LoadKind, MapStrides, PrefillParameters, RowStrides,
+    RowTensor, StreamK, TileMap, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{Dims, Tensor, TensorMut};
+use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
-
-/// A window bound that nothing reaches. Distances of queries and keys are below 2^48, so sums with
-/// it do not overflow.
-const UNBOUNDED: i64 = 1 << 50;
 
 /// A decode launch with operands: the module that can read them, its grid, and the kernel's
 /// parameters.
@@ -77,18 +77,17 @@ pub fn launches(
     if problem.rows() == 0 {
         return Ok(queued);
     }
-    let on = |launch: &Launch, blocks: u32| Launch { grid: [blocks, 1, 1], ..*launch };
     if let Some(prefill) = &launches.prefill {
         let call = prefill_call(&problem, prefill, inputs, outputs, 0);
-        queued.extend(call.tile_map.map(|(launch, blocks)| on(launch, blocks)));
-        queued.push(on(&call.kernel.launch, call.blocks));
+        queued.extend(call.tile_map.map(|(launch, blocks)| launch.with_blocks(blocks)));
+        queued.push(call.kernel.launch.with_blocks(call.blocks));
     }
     let prefix = launches.prefix.as_ref();
     let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
     queued.extend(prefix.iter().map(|call| call.schedule));
     if let Some((decode, _)) = choose_decode(&problem, launches, inputs, outputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0);
-        queued.push(Launch { module: call.module, ..on(&decode.launch, call.blocks) });
+        queued.push(Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) });
         queued.extend(call.join);
     }
     queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.join]));
@@ -102,26 +101,26 @@ pub(super) fn attention(
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
 ) -> AttentionParameters {
-    let mut p = AttentionParameters {
+    let mut parameters = AttentionParameters {
         workspace,
         max_query_len: i32::MAX,
         ..AttentionParameters::default()
     };
-    set_shapes(&mut p, problem, inputs);
-    set_operands(&mut p, inputs, outputs);
-    set_variant(&mut p, problem, inputs);
-    p
+    set_shapes(&mut parameters, problem, inputs);
+    set_operands(&mut parameters, inputs, outputs);
+    set_variant(&mut parameters, problem, inputs);
+    parameters
 }
 
 /// How keys and values can be read. Queries have the same alignment.
 pub(super) fn load_kind(
-    p: &AttentionParameters,
+    parameters: &AttentionParameters,
     inputs: &Inputs<DeviceMemory>,
     exact_dims: bool,
 ) -> LoadKind {
     match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
         false => LoadKind::Elements,
-        true if exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) => {
+        true if exact_dims && (parameters.block_size == 0 || parameters.block_size % 16 == 0) => {
             LoadKind::PageAligned16
         }
         true => LoadKind::Chunks,
@@ -130,13 +129,13 @@ pub(super) fn load_kind(
 
 /// How a decode kernel can load what its module reads of keys and values.
 fn decode_load_kind(
-    p: &AttentionParameters,
+    parameters: &AttentionParameters,
     inputs: &Inputs<DeviceMemory>,
     decode: &Decode,
 ) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Latent => return load_kind(p, inputs, decode.exact_dims),
+        Cache::Elements | Cache::Latent => return load_kind(parameters, inputs, decode.exact_dims),
         // Keys and values are read value by value; this is about queries.
         Cache::Any if reads_16_bytes(&inputs.q) => return LoadKind::Chunks,
         Cache::Any => return LoadKind::Elements,
@@ -145,13 +144,13 @@ fn decode_load_kind(
         Cache::Q8_0 | Cache::Q4_0 if caches.into_iter().all(reads_block_rows) => {}
         Cache::Q8_0 | Cache::Q4_0 => return LoadKind::Elements,
     }
-    match decode.exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) {
+    match decode.exact_dims && (parameters.block_size == 0 || parameters.block_size % 16 == 0) {
         true => LoadKind::PageAligned16,
         false => LoadKind::Chunks,
     }
 }
 
-/// Whether rows of blocks start at multiples of what kernels assume, and runs of 16 of them equally
+/// Whether rows of blocks start at multiples of what kernels assume, and runs of 16 rows equally
 /// far from multiples of 16 bytes.
 fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
     let size = tensor.dtype().size() as i64;
@@ -173,26 +172,16 @@ fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
 fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CacheParameters {
     let attention = &inputs.attention;
     let strides = |scales: &Option<Tensor<DeviceMemory>>| {
-        let Some(scales) = scales else { return RowStrides::default() };
-        // A dimension of 1 stands for every index.
-        let stride = |i: usize| if scales.shape()[i] == 1 { 0 } else { scales.strides()[i] };
-        match scales.rank() {
-            2 => RowStrides { batch: 0, token: stride(0), head: stride(1) },
-            _ => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },
-        }
+        scales.as_ref().map_or(RowStrides::default(), |scales| scale_strides(scales))
     };
     CacheParameters {
         key_scales: address(&attention.k_scales),
         value_scales: address(inputs.value_scales()),
         key_scale_strides: strides(&attention.k_scales),
         value_scale_strides: strides(inputs.value_scales()),
-        key_format: CacheFormat::of(problem.key_dtype),
-        value_format: CacheFormat::of(problem.value_dtype),
-        query_type: match problem.dtype {
-            DType::F16 => ElementType::F16,
-            DType::BF16 => ElementType::BF16,
-            _ => ElementType::F32,
-        },
+        key_format: CacheFormat::from_dtype(problem.key_dtype),
+        value_format: CacheFormat::from_dtype(problem.value_dtype),
+        query_type: ElementType::from_dtype(problem.dtype),
         unused: 0,
     }
 }
@@ -237,7 +226,7 @@ pub(super) fn decode_call(
         Some((q_offset, keys)) => Schedule::for_equal_lengths(problem, decode, q_offset, keys),
         None => Schedule::on_device(decode),
     };
-    let mut p = AttentionParameters {
+    let mut parameters = AttentionParameters {
         stream_k: StreamK {
             partial_ranges: 0,
             work_total: schedule.work_total,
@@ -251,19 +240,22 @@ pub(super) fn decode_call(
         max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
-    p.load_kind = decode_load_kind(&p, inputs, decode);
-    let module =
-        if p.load_kind == LoadKind::PageAligned16 { decode.launch.module } else { decode.fallback };
+    parameters.load_kind = decode_load_kind(&parameters, inputs, decode);
+    let module = if parameters.load_kind == LoadKind::PageAligned16 {
+        decode.launch.module
+    } else {
+        decode.fallback
+    };
     let tiles = work::tiles(problem, decode.tile_rows as usize);
     // If the host knows that every tile has one CTA, there is nothing to combine.
     let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
     let join = join.map(|join| {
-        p.stream_k.partial_ranges = workspace + join.at as u64;
+        parameters.stream_k.partial_ranges = workspace + join.at as u64;
         let [_, rows, _] = join.launch.grid;
         Launch { module, grid: [tiles as u32, rows, 1], ..join.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, blocks: schedule.blocks, parameters: p, cache, join }
+    DecodeCall { module, blocks: schedule.blocks, parameters, cache, join }
 }
 
 /// The prefill call for these operands.
@@ -274,9 +266,9 @@ pub(super) fn prefill_call<'a>(
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
 ) -> PrefillCall<'a> {
-    let mut p = attention(problem, inputs, outputs, workspace);
+    let mut attention = attention(problem, inputs, outputs, workspace);
     let described = maps(problem, &plan.specialized, inputs, outputs);
-    let specialized_load_kind = load_kind(&p, inputs, plan.specialized.exact_dims);
+    let specialized_load_kind = load_kind(&attention, inputs, plan.specialized.exact_dims);
     let scales_suit = !plan.specialized.head_scales || has_head_scales(inputs);
     let suits_specialized = match plan.specialized.tensor_maps {
         true => described.is_some() && scales_suit,
@@ -285,20 +277,20 @@ pub(super) fn prefill_call<'a>(
         // multiples of four elements.
         false => {
             specialized_load_kind == LoadKind::PageAligned16
-                && p.out_f32 == 0
-                && p.out_aligned == 1
+                && attention.out_f32 == 0
+                && attention.out_aligned == 1
                 && keeps_order(inputs.scale())
         }
     };
     let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
-    p.load_kind = match kernel.cache {
-        Cache::Elements => load_kind(&p, inputs, kernel.exact_dims),
+    attention.load_kind = match kernel.cache {
+        Cache::Elements => load_kind(&attention, inputs, kernel.exact_dims),
         // This is about queries.
         _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         _ => LoadKind::Elements,
     };
     let mut blocks = kernel.launch.grid[0];
-    let mut t = PrefillParameters {
+    let mut parameters = PrefillParameters {
         counters: workspace + prefill::COUNTERS_AT as u64,
         l2_group: plan.l2_group,
         min_query_len: plan.min_query_len,
@@ -310,16 +302,16 @@ pub(super) fn prefill_call<'a>(
         ..PrefillParameters::default()
     };
     if problem.queries == QueryStorage::Batched {
-        let (row_tiles, tiles) = prefill::tiles(problem, kernel);
-        (t.row_tiles, t.tiles) = (count(row_tiles), tiles as i64);
-        let most = tiles.max(1).saturating_mul(kernel.cluster_size);
-        blocks = blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
+        let tiles = prefill::tiles(problem, kernel);
+        (parameters.row_tiles, parameters.tiles) = (count(tiles.rows), tiles.total as i64);
+        let max_blocks = tiles.total.max(1).saturating_mul(kernel.cluster_size);
+        blocks = blocks.min(u32::try_from(max_blocks).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);
-    t.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
-    let tile_map = set_tile_map(&mut t, problem, plan, kernel, inputs, workspace);
+    parameters.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
+    let tile_map = set_tile_map(&mut parameters, problem, plan, kernel, inputs, workspace);
     let cache = cache_parameters(problem, inputs);
-    PrefillCall { kernel, blocks, attention: p, parameters: t, cache, maps, tile_map }
+    PrefillCall { kernel, blocks, attention, parameters, cache, maps, tile_map }
 }
 
 /// Whether all keys of a head share a scale, and all values.
@@ -367,7 +359,7 @@ fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
     }
 }
 
-/// Describes the tensor map of keys or values. A box of codes has whole rows.
+/// Describes the tensor map of keys or values. A box of codes holds entire rows.
 fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
     let described = Described::from_dims(tensor.address(), tensor, box_keys)?;
     if !tensor.dtype().is_code() {
@@ -380,7 +372,7 @@ fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described>
 
 /// Sets address and size of the tile map, if the plan has one and the mask's map fits into it.
 fn set_tile_map<'a>(
-    t: &mut PrefillParameters,
+    parameters: &mut PrefillParameters,
     problem: &Problem,
     plan: &'a Prefill,
     kernel: &PrefillKernel,
@@ -398,14 +390,19 @@ fn set_tile_map<'a>(
     if bytes == 0 || bytes > map.bytes {
         return None;
     }
-    t.map.pointer = workspace + map.at as u64;
-    [t.map.batch, t.map.heads, t.map.row_tiles, t.map.key_tiles] = extents.map(count);
-    (t.map.mask_rows, t.map.mask_keys) = (count(rows), count(keys));
+    parameters.map.pointer = workspace + map.at as u64;
+    [
+        parameters.map.batch,
+        parameters.map.heads,
+        parameters.map.row_tiles,
+        parameters.map.key_tiles,
+    ] = extents.map(count);
+    (parameters.map.mask_rows, parameters.map.mask_keys) = (count(rows), count(keys));
     let stride = |extent: usize, inside: &[usize]| match extent {
         1 => 0,
         _ => inside.iter().product::<usize>() as i64,
     };
-    t.map.strides = MapStrides {
+    parameters.map.strides = MapStrides {
         batch: stride(batch, &extents[1..]),
         head: stride(heads, &extents[2..]),
         row: stride(rows, &extents[3..]),
@@ -414,7 +411,7 @@ fn set_tile_map<'a>(
     Some((&map.launch, blocks))
 }
 
-/// The offset that all sequences share, where the host knows all lengths to be alike.
+/// The offset and the keys that all sequences share, if the host knows that they do.
 fn equal_lengths(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<(i64, SequenceKeys)> {
     let attention = &inputs.attention;
     let known = attention.kv_lens.is_none()
@@ -437,58 +434,29 @@ fn equal_lengths(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<(i6
     Some((q_offset, keys))
 }
 
-/// A number that checking has bounded by what an `i32` can count.
-fn count(n: usize) -> i32 {
-    i32::try_from(n).unwrap_or(i32::MAX)
-}
-
-fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<DeviceMemory>) {
-    p.batch = count(problem.batch);
-    p.kv_heads = count(problem.kv_heads);
-    p.group = count(problem.group());
-    p.head_dim = count(problem.head_dim);
-    p.value_dim = count(problem.value_dim);
-    p.query_len = count(match problem.queries {
-        QueryStorage::Batched => problem.query_len,
-        QueryStorage::Ragged { total } => total,
-    });
-    let key_rows = inputs.k.shape()[0];
-    p.kv_len = count(match problem.keys {
-        // An empty pool has no keys, so lengths are ignored.
-        _ if inputs.k.is_empty() => 0,
-        KvStorage::Ragged => key_rows,
-        KvStorage::Batched | KvStorage::Paged { .. } => problem.kv_len,
-    });
+fn set_shapes(
+    parameters: &mut AttentionParameters,
+    problem: &Problem,
+    inputs: &Inputs<DeviceMemory>,
+) {
+    parameters.batch = count(problem.batch);
+    parameters.kv_heads = count(problem.kv_heads);
+    parameters.group = count(problem.group());
+    parameters.head_dim = count(problem.head_dim);
+    parameters.value_dim = count(problem.value_dim);
+    let lengths = Lengths::from_operands(problem, inputs);
+    parameters.query_len = lengths.query_len;
+    parameters.kv_len = lengths.kv_len;
+    parameters.query_len_bound = lengths.query_len_bound;
+    parameters.kv_len_bound = lengths.kv_len_bound;
+    parameters.blocks = lengths.blocks;
     if let KvStorage::Paged { block_size } = problem.keys {
-        p.block_size = count(block_size);
-        p.block_shift =
+        parameters.block_size = count(block_size);
+        parameters.block_shift =
             if block_size.is_power_of_two() { block_size.trailing_zeros() as i32 } else { -1 };
-        // Entries of the table are i32: blocks past their range cannot be named.
-        p.blocks = count(key_rows);
     }
-    // A dimension of 1 of a mask stands for every index.
-    let rows = |extent: usize| if extent == 1 { usize::MAX } else { extent };
-    let mask = inputs
-        .attention
-        .mask
-        .as_ref()
-        .map_or([usize::MAX; 2], |mask| [rows(mask.shape()[2]), rows(mask.shape()[3])]);
-    let tree = inputs.attention.tree_mask.as_ref().map_or(usize::MAX, |tree| tree.shape()[1]);
-    p.query_len_bound = count(problem.query_len.min(mask[0]).min(tree));
-    p.kv_len_bound = count(problem.kv_len.min(mask[1]));
-    p.batch_invariant = problem.batch_invariant.into();
-    p.out_f32 = (problem.out_dtype == DType::F32 && problem.dtype != DType::F32).into();
-}
-
-/// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor
-/// with or without a last dimension; `leading` is the number of dimensions up to the heads, 3 or 2
-/// where ragged.
-fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
-    match dims.strides()[..leading] {
-        [batch, token, head] => RowStrides { batch, token, head },
-        [token, head] => RowStrides { batch: 0, token, head },
-        _ => unreachable!("checked: two or three dimensions before the head dim"),
-    }
+    parameters.batch_invariant = problem.batch_invariant.into();
+    parameters.out_f32 = (problem.out_dtype == DType::F32 && problem.dtype != DType::F32).into();
 }
 
 /// Keys or values as kernels read them.
@@ -501,27 +469,27 @@ pub(super) fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
 }
 
 fn set_operands(
-    p: &mut AttentionParameters,
+    parameters: &mut AttentionParameters,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) {
     let Inputs { q, k, v, attention } = inputs;
     let leading = q.rank() - 1;
     let out = &outputs.out;
-    p.query = RowTensor { pointer: q.address(), strides: row_strides(q, leading) };
-    p.keys = kv_tensor(k);
-    p.values = kv_tensor(v);
-    p.out = RowTensor { pointer: out.address(), strides: row_strides(out, leading) };
+    parameters.query = RowTensor { pointer: q.address(), strides: row_strides(q, leading) };
+    parameters.keys = kv_tensor(k);
+    parameters.values = kv_tensor(v);
+    parameters.out = RowTensor { pointer: out.address(), strides: row_strides(out, leading) };
     if let Some(lse) = &outputs.lse {
-        p.lse = RowTensor { pointer: lse.address(), strides: row_strides(lse, leading) };
+        parameters.lse = RowTensor { pointer: lse.address(), strides: row_strides(lse, leading) };
     }
-    p.out_aligned = writes_four(out).into();
-    p.kv_lens = address(&attention.kv_lens);
-    p.cu_seqlens_q = address(&attention.cu_seqlens_q);
-    p.cu_seqlens_k = address(&attention.cu_seqlens_k);
+    parameters.out_aligned = writes_four(out).into();
+    parameters.kv_lens = address(&attention.kv_lens);
+    parameters.cu_seqlens_q = address(&attention.cu_seqlens_q);
+    parameters.cu_seqlens_k = address(&attention.cu_seqlens_k);
     if let Some(table) = &attention.block_table {
-        p.block_table = table.address();
-        p.block_table_stride = table.strides()[0];
+        parameters.block_table = table.address();
+        parameters.block_table_stride = table.strides()[0];
     }
 }
 
@@ -556,53 +524,39 @@ fn device_positions(positions: &Option<KeyPositions<Tensor<DeviceMemory>>>) -> D
     DevicePositions { offsets, offset, stride: stride as i64, inverse }
 }
 
-fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<DeviceMemory>) {
+fn set_variant(
+    parameters: &mut AttentionParameters,
+    problem: &Problem,
+    inputs: &Inputs<DeviceMemory>,
+) {
     let attention = &inputs.attention;
     let variant = &problem.variant;
-    let bound = |side: Option<usize>| {
-        side.and_then(|keys| i64::try_from(keys).ok()).unwrap_or(UNBOUNDED).min(UNBOUNDED)
-    };
-    p.window.left = bound(variant.window.left);
-    p.window.right = if variant.causal { 0 } else { bound(variant.window.right) };
+    parameters.window = window(variant);
     match variant.chunk {
         // A chunk of one position is a window of one key; its inverse would not fit.
-        Some(1) => (p.window.left, p.window.right) = (0, 0),
+        Some(1) => parameters.window = Window { left: 0, right: 0 },
         Some(chunk) => {
-            p.chunk = Chunk { length: chunk as i64, inverse: u64::MAX / chunk as u64 + 1 };
+            parameters.chunk = Chunk { length: chunk as i64, inverse: u64::MAX / chunk as u64 + 1 };
         }
         None => {}
     }
-    p.scale = inputs.scale();
-    p.softcap = attention.softcap.unwrap_or(0.0);
-    p.unmodified_scores = variant.has_bare_scores().into();
-    match &attention.q_offset {
-        QueryOffset::BottomRight => {}
-        QueryOffset::Same(offset) => {
-            (p.offset_kind, p.q_offset) = (OffsetKind::Same, *offset);
-        }
-        QueryOffset::PerSequence(offsets) => {
-            (p.offset_kind, p.q_offsets) = (OffsetKind::PerSequence, offsets.address());
-        }
+    parameters.scale = inputs.scale();
+    parameters.softcap = attention.softcap.unwrap_or(0.0);
+    parameters.unmodified_scores = variant.has_bare_scores().into();
+    (parameters.offset_kind, parameters.q_offset) = query_offset(&attention.q_offset);
+    if let QueryOffset::PerSequence(offsets) = &attention.q_offset {
+        parameters.q_offsets = offsets.address();
     }
-    p.key_positions = device_positions(&attention.key_positions);
-    p.alibi_slopes = address(&attention.alibi_slopes);
-    p.sinks = address(&attention.sinks);
+    parameters.key_positions = device_positions(&attention.key_positions);
+    parameters.alibi_slopes = address(&attention.alibi_slopes);
+    parameters.sinks = address(&attention.sinks);
     if let Some(tree) = &attention.tree_mask {
-        p.tree_mask = tree.address();
-        p.tree_strides = TreeStrides { batch: tree.strides()[0], row: tree.strides()[1] };
+        parameters.tree_mask = tree.address();
+        parameters.tree_strides = tree_strides(tree);
     }
     if let Some(mask) = &attention.mask {
-        p.mask = mask.address();
-        p.mask_kind = match mask.dtype() {
-            DType::Bool => MaskKind::Bool,
-            DType::F32 => MaskKind::F32,
-            DType::F16 => MaskKind::F16,
-            DType::BF16 => MaskKind::BF16,
-            _ => unreachable!("checked: masks are boolean or floating"),
-        };
-        // A dimension of 1 stands for every index.
-        let stride = |i: usize| if mask.shape()[i] == 1 { 0 } else { mask.strides()[i] };
-        p.mask_strides =
-            MaskStrides { batch: stride(0), head: stride(1), row: stride(2), key: stride(3) };
+        parameters.mask = mask.address();
+        parameters.mask_kind = mask_kind(Some(mask.dtype()));
+        parameters.mask_strides = mask_strides(mask);
     }
 }

@@ -31,8 +31,8 @@ fn parameters(merge: &Merge) -> Result<MergeParameters, Error> {
         rows: if dim == 0 { 0 } else { rows as i64 },
         dim: dim as i32,
         count: count as i32,
-        part_type: ElementType::of(parts.dtype()),
-        out_type: ElementType::of(out.dtype()),
+        part_type: ElementType::from_dtype(parts.dtype()),
+        out_type: ElementType::from_dtype(out.dtype()),
     })
 }
 

@@ -20,6 +20,7 @@ mod modules;
 pub(crate) mod plan;
 mod prefill;
 mod prefix;
+#[doc(hidden)]
 pub mod registry;
 #[cfg(any(feature = "cuda", test))]
 mod schedule;
@@ -46,17 +47,21 @@ pub use driver::driver_error;
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuInfo, gpus};
 #[cfg(feature = "cuda")]
-pub use launch::launches;
-#[cfg(feature = "cuda")]
 pub use merge::Merge;
-pub use prefix::Prefix;
 #[cfg(feature = "cuda")]
 pub use tensor::{DeviceMemory, DeviceView, DeviceViewMut};
 #[cfg(feature = "cuda")]
-pub use workspace::Workspace;
+pub use workspace::{RawWorkspace, Workspace};
 
-/// Bytes at the start of every workspace that are zero before and after a run: one counter a thread
-/// block.
+// Hidden items, here and below, are for the tools and tests of this repository: they are not part
+// of the interface.
+#[doc(hidden)]
+#[cfg(feature = "cuda")]
+pub use launch::launches;
+#[doc(hidden)]
+pub use prefix::{Prefix, PrefixLayout};
+
+/// Bytes at the start of every workspace that are zero before and after a run: one counter per CTA.
 pub const COUNTER_BYTES: usize = 4096;
 
 /// Alignment of a workspace's address, in bytes.
@@ -68,6 +73,7 @@ pub(crate) const PREFILL_COUNTER_BYTES: usize = 16;
 /// How the kernels of a plan are launched: everything that is decided before lengths are known. At
 /// least one of the two is `Some`. If both are, prefill runs first, and each kernel skips the
 /// sequences of the other.
+#[doc(hidden)]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Launches {
     /// Sequences of many query tokens.
@@ -83,21 +89,31 @@ pub struct Launches {
 }
 
 /// A kernel and its grid.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Launch {
     /// The module, by its name in [`registry::MODULES`].
     pub module: &'static str,
     /// The kernel's name in it.
     pub entry: &'static str,
-    /// Thread blocks, at most.
+    /// CTAs, at most.
     pub grid: [u32; 3],
-    /// Threads a block.
+    /// Threads per CTA.
     pub threads: u32,
     /// Dynamic shared memory per CTA, in bytes.
     pub shared_bytes: u32,
 }
 
+impl Launch {
+    /// The same with a grid of this many CTAs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_blocks(&self, blocks: u32) -> Launch {
+        Launch { grid: [blocks, 1, 1], ..*self }
+    }
+}
+
 /// The launch of a decode kernel.
+#[doc(hidden)]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decode {
     /// The launch.
@@ -106,15 +122,15 @@ pub struct Decode {
     pub fallback: &'static str,
     /// Maximum query tokens of a sequence that decode computes; `i32::MAX` for all sequences.
     pub max_query_len: i32,
-    /// Partial states that one thread block may leave.
+    /// Partial states that one CTA may leave.
     pub partials_per_cta: i32,
-    /// Groups of warps that share the keys of a thread block.
+    /// Groups of warps that share the keys of a CTA.
     pub key_groups: i32,
     /// Query rows per tile.
     pub tile_rows: i32,
-    /// Thread blocks that share a tile.
+    /// CTAs that share a tile.
     pub ctas_per_tile: u32,
-    /// Keys a unit of cost: a power of 2.
+    /// Keys per unit of cost: a power of 2.
     pub unit_keys: i32,
     /// Units of cost that starting a tile counts for, where lengths differ.
     pub start_units: i32,
@@ -127,7 +143,8 @@ pub struct Decode {
     pub join: Option<Join>,
 }
 
-/// The launch of a kernel that joins the parts of all tiles.
+/// The launch of a kernel that combines the partial states of all tiles.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Join {
     /// The launch, from the module of the decode kernel that ran: a CTA per 8 rows of every tile.
@@ -137,13 +154,14 @@ pub struct Join {
 }
 
 /// The launch of a prefill kernel.
+#[doc(hidden)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefill {
     /// The launch.
     pub specialized: PrefillKernel,
     /// The kernel for operands whose strides or alignment the specialized one cannot read.
     pub fallback: PrefillKernel,
-    /// The fewest query tokens of a sequence that is prefill's; 0 if all are.
+    /// Minimum query tokens of a sequence that prefill computes; 0 for all sequences.
     pub min_query_len: i32,
     /// (Sequence, key/value head) pairs whose keys and values share the L2 cache, at most.
     pub l2_group: i32,
@@ -152,20 +170,20 @@ pub struct Prefill {
 }
 
 /// A prefill kernel. Tiles are query tokens of one head.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefillKernel {
     /// The launch, of a persistent grid.
     pub launch: Launch,
     /// Query tokens per tile.
     pub tile_rows: usize,
-    /// Keys a tile.
+    /// Keys per tile.
     pub tile_keys: usize,
-    /// Thread blocks that share a tile: a cluster of the GPU's.
+    /// CTAs that share a tile: a cluster.
     pub cluster_size: usize,
-    /// Keys that one copy brings, where pages of the cache allow it.
+    /// Keys per TMA box, if the pages of the cache allow it.
     pub box_keys: usize,
-    /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy
-    /// engine.
+    /// Whether it reads by TMA: 16-bit operands whose rows and strides TMA can address.
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.
     pub exact_dims: bool,
@@ -175,7 +193,8 @@ pub struct PrefillKernel {
     pub head_scales: bool,
 }
 
-/// The tile map of a mask: which tiles it empties and which it leaves alone.
+/// The tile map of a mask: which tiles the mask hides, and which it leaves unmodified.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TileMap {
     /// The launch that makes it.
@@ -187,7 +206,7 @@ pub struct TileMap {
 }
 
 impl Launches {
-    /// Thread blocks of the largest launch.
+    /// CTAs of the largest launch.
     pub fn blocks(&self) -> usize {
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
         let decode = self.latent.as_ref().or(self.decode.as_ref()).map(|decode| decode.launch);
@@ -247,7 +266,7 @@ impl Launches {
 
 impl registry::Element {
     /// The element type of operands of that type.
-    pub(crate) fn of(dtype: DType) -> registry::Element {
+    pub(crate) fn from_dtype(dtype: DType) -> registry::Element {
         match dtype {
             DType::F16 => registry::Element::F16,
             DType::BF16 => registry::Element::Bf16,
@@ -259,7 +278,7 @@ impl registry::Element {
 #[cfg(feature = "cuda")]
 impl ElementType {
     /// The type of an operand's elements, as kernels know it.
-    pub(crate) fn of(dtype: DType) -> ElementType {
+    pub(crate) fn from_dtype(dtype: DType) -> ElementType {
         match dtype {
             DType::F16 => ElementType::F16,
             DType::BF16 => ElementType::BF16,
@@ -271,7 +290,7 @@ impl ElementType {
 #[cfg(feature = "cuda")]
 impl CacheFormat {
     /// The format of keys or values, as kernels know it.
-    pub(crate) fn of(dtype: DType) -> CacheFormat {
+    pub(crate) fn from_dtype(dtype: DType) -> CacheFormat {
         match dtype {
             DType::F16 => CacheFormat::F16,
             DType::BF16 => CacheFormat::BF16,

@@ -6,15 +6,13 @@ use crate::error::Error;
 use crate::machine::{CudaFacts, Machine};
 use crate::plan::{BackendPlan, Line, Plan};
 use crate::problem::Problem;
-use std::sync::Arc;
 
 /// Plans a problem that was checked.
 ///
 /// # Errors
 /// The reason why nothing runs it there.
 pub(crate) fn plan(problem: &Problem, facts: &CudaFacts, machine: &Machine) -> Result<Plan, Error> {
-    let (choice, split, launches) = select(problem, facts, machine)?;
-    Plan::from_parts(problem, machine, choice, split, Arc::new(launches))
+    Plan::from_selection(problem, machine, select(problem, facts, machine)?)
 }
 
 impl BackendPlan for Launches {

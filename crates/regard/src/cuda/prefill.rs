@@ -100,7 +100,7 @@ fn has_elements(problem: &Problem) -> bool {
 
 /// The kernel that accepts every problem of its types.
 fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let element = Element::of(problem.dtype);
+    let element = Element::from_dtype(problem.dtype);
     if has_elements(problem) {
         return find_module(Family::PrefillSm80, Build::Fallback, problem, facts);
     }
@@ -116,7 +116,7 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
 /// The fastest kernel for a cache that is not stored in the type of queries, if there is one beside
 /// the fallback: the Hopper kernel for codes or, with f16 queries, the one for one scale per head.
 fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let element = Element::of(problem.dtype);
+    let element = Element::from_dtype(problem.dtype);
     let plain = problem.variant.has_bare_scores()
         && problem.variant.has_even_ranges()
         && problem.key_dtype.is_code()
@@ -180,7 +180,7 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<PrefillKernel> {
-    let kind = Kind { build, cache: Cache::Elements, element: Element::of(problem.dtype) };
+    let kind = Kind { build, cache: Cache::Elements, element: Element::from_dtype(problem.dtype) };
     find_kind(family, kind, problem, facts)
 }
 
@@ -275,11 +275,21 @@ fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
     i32::try_from(pairs.div_ceil(groups)).unwrap_or(i32::MAX)
 }
 
-/// Row tiles of each (sequence, query head) and tiles in all.
-#[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code, reason = "launches ask for them"))]
-pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> (usize, usize) {
-    let row_tiles = problem.query_len.div_ceil(kernel.tile_rows);
-    (row_tiles, problem.batch.saturating_mul(problem.query_heads).saturating_mul(row_tiles))
+/// How many tiles a kernel divides a problem into.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tiles {
+    /// Row tiles of each (sequence, query head).
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches ask for them"))]
+    pub rows: usize,
+    /// Row tiles of all of them.
+    pub total: usize,
+}
+
+/// The tiles of a problem, where all sequences are as long as the longest.
+pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> Tiles {
+    let rows = problem.query_len.div_ceil(kernel.tile_rows);
+    let heads = problem.batch.saturating_mul(problem.query_heads);
+    Tiles { rows, total: heads.saturating_mul(rows) }
 }
 
 /// The extents of a tile map: sequences, query heads, row tiles, key tiles.

@@ -12,9 +12,9 @@ use super::{Launch, Launches, WORKSPACE_ALIGNMENT};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::params::PrefixGroup;
+use crate::plan::Selection;
 use crate::problem::Problem;
 use crate::select::Choice;
-use crate::split::Split;
 
 /// Shared memory of the kernel that finds the groups, for up to as many as `SHARED_TALLIES` of
 /// `prefix_schedule.cuh` says.
@@ -29,7 +29,7 @@ const SMALL_THREADS: u32 = 256;
 /// Rows of a CTA that merges states: one per warp.
 const JOIN_ROWS: usize = 8;
 
-/// The most CTAs that merge the rows of one sequence.
+/// Maximum CTAs that merge the rows of one sequence.
 const MAX_JOIN_CTAS: usize = 64;
 
 /// Shared memory of a multiprocessor that the driver keeps for each CTA.
@@ -78,7 +78,7 @@ pub struct Prefix {
     pub tile_keys: usize,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub exact_dims: bool,
-    /// The most query tokens of a sequence of a group: longer ones are prefill's.
+    /// Maximum query tokens of a sequence of a group: prefill computes longer ones.
     pub max_query_len: i32,
     /// Where things are in the workspace.
     pub layout: PrefixLayout,
@@ -147,13 +147,14 @@ impl PrefixLayout {
 /// Adds the launches for prefix groups to those of a problem that has some, or the reason why they
 /// change nothing.
 pub(super) fn with_groups(
-    (choice, split, launches): (Choice, Split, Launches),
+    selection: Selection<Launches>,
     problem: &Problem,
     facts: &CudaFacts,
-) -> (Choice, Split, Launches) {
+) -> Selection<Launches> {
     if problem.prefix_groups == 0 {
-        return (choice, split, launches);
+        return selection;
     }
+    let Selection { choice, split, backend: launches } = selection;
     let (reason, launches) = match select(problem, facts, &launches) {
         Ok(prefix) => {
             let reason = format!(
@@ -166,7 +167,7 @@ pub(super) fn with_groups(
         Err(reason) => (format!("prefix groups are not used: {reason}"), launches),
     };
     let choice = Choice { reason: format!("{}; {reason}", choice.reason), ..choice };
-    (choice, split, launches)
+    Selection { choice, split, backend: launches }
 }
 
 /// The launches for the prefix groups of a problem.
@@ -246,7 +247,7 @@ fn find(
 ) -> Option<(&'static str, &'static PrefillConfig)> {
     let suits = |config: &PrefillConfig| {
         config.operands.build == build
-            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.element == Element::from_dtype(problem.dtype)
             && config.cache == Cache::Elements
             && config.operands.fits(problem.head_dim, problem.value_dim)
             && config.prefix_shared_bytes() <= facts.shared_bytes
@@ -286,10 +287,10 @@ mod call {
             outputs: &Outputs<DeviceMemory>,
             workspace: u64,
         ) -> PrefixCall {
-            let mut p = attention(problem, inputs, outputs, workspace);
-            p.load_kind = load_kind(&p, inputs, self.exact_dims);
-            p.max_query_len = self.max_query_len;
-            let module = match p.load_kind {
+            let mut attention = attention(problem, inputs, outputs, workspace);
+            attention.load_kind = load_kind(&attention, inputs, self.exact_dims);
+            attention.max_query_len = self.max_query_len;
+            let module = match attention.load_kind {
                 LoadKind::PageAligned16 => self.kernel.module,
                 _ => self.fallback,
             };
@@ -323,13 +324,13 @@ mod call {
                 tile_rows: self.tile_rows as i32,
                 tile_keys: self.tile_keys as i32,
             };
-            p.own_out = rows(layout.own_out, layout.own_pitch);
-            p.own_states = rows(layout.own_states, 2);
+            attention.own_out = rows(layout.own_out, layout.own_pitch);
+            attention.own_states = rows(layout.own_states, 2);
             PrefixCall {
                 schedule: on(self.schedule),
                 kernel: on(self.kernel),
                 join: on(Launch { grid: [problem.batch as u32, join_ctas, 1], ..self.join }),
-                attention: p,
+                attention,
                 parameters,
             }
         }
@@ -338,9 +339,10 @@ mod call {
     impl PrefixCall {
         /// Has decode attend to the keys behind each sequence's prefix, and leave states of the
         /// rows that have one.
-        pub(in super::super) fn set_own_keys(&self, p: &mut AttentionParameters) {
-            p.first_keys = self.parameters.first_keys;
-            (p.own_out, p.own_states) = (self.attention.own_out, self.attention.own_states);
+        pub(in super::super) fn set_own_keys(&self, decode: &mut AttentionParameters) {
+            decode.first_keys = self.parameters.first_keys;
+            (decode.own_out, decode.own_states) =
+                (self.attention.own_out, self.attention.own_states);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the
 //! GPU's facts.
 
-use super::latent;
+use super::latent::{self, LatentDecode};
 use super::prefill::{self, Division};
 use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
@@ -14,6 +14,7 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
+use crate::plan::Selection;
 use crate::problem::{Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
@@ -32,51 +33,61 @@ pub(crate) fn select(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
-) -> Result<(Choice, Split, Launches), Refusal> {
+) -> Result<Selection<Launches>, Refusal> {
     let flat = select_flat(problem, facts, machine)?;
     Ok(prefix::with_groups(flat, problem, facts))
 }
 
-/// The same without a look at prefix groups.
+/// Checks what holds for all kernels.
+///
+/// # Errors
+/// The reason why no kernel runs the problem on this GPU.
+fn check_limits(problem: &Problem, facts: &CudaFacts) -> Result<(), String> {
+    if facts.compute_capability < 80 {
+        return Err(format!(
+            "kernels are for compute capability 8.0 and later, this is {}.{}",
+            facts.compute_capability / 10,
+            facts.compute_capability % 10
+        ));
+    }
+    if problem.key_lists.is_some() {
+        return Err("no CUDA kernel walks lists of keys (key_indices) yet".to_string());
+    }
+    if problem.kv_len > MAX_KEYS {
+        return Err(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len));
+    }
+    Ok(())
+}
+
+/// [`select`], if sequences share no prefixes.
 fn select_flat(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
-) -> Result<(Choice, Split, Launches), Refusal> {
-    let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
-    if facts.compute_capability < 80 {
-        return Err(refuse(format!(
-            "kernels are for compute capability 8.0 and later, this is {}.{}",
-            facts.compute_capability / 10,
-            facts.compute_capability % 10
-        )));
-    }
-    if problem.key_lists.is_some() {
-        return Err(refuse("no CUDA kernel walks lists of keys (key_indices) yet".to_string()));
-    }
-    if problem.kv_len > MAX_KEYS {
-        return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
-    }
+) -> Result<Selection<Launches>, Refusal> {
+    check_limits(problem, facts)
+        .map_err(|reason| Refusal { machine: machine.to_string(), reason })?;
     match prefill::division(problem) {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
                 return Ok(prefill_alone(problem, prefill));
             }
         }
-        Division::Mixed(most) => {
+        Division::Mixed(max_tokens) => {
             // Most decode sequences have one token, so choose the decode tile for one token.
             let short = Problem { query_len: 1, ..problem.clone() };
             let decode = select_decode(&short, facts, machine)?;
-            let map_at = decode.2.workspace_bytes.next_multiple_of(WORKSPACE_ALIGNMENT as usize);
-            if let Some(prefill) = prefill::select(problem, facts, most, map_at) {
-                return Ok(mixed(problem, prefill, decode, most));
+            let map_at =
+                decode.backend.workspace_bytes.next_multiple_of(WORKSPACE_ALIGNMENT as usize);
+            if let Some(prefill) = prefill::select(problem, facts, max_tokens, map_at) {
+                return Ok(mixed(problem, prefill, decode, max_tokens));
             }
         }
         Division::Decode => {}
     }
     let decode = select_decode(problem, facts, machine)?;
     Ok(match latent::select(problem, facts) {
-        Some((latent, workspace_bytes)) => with_latent(problem, decode, latent, workspace_bytes),
+        Some(latent) => with_latent(problem, decode, latent),
         None => decode,
     })
 }
@@ -84,10 +95,10 @@ fn select_flat(
 /// Decode with a kernel for latent caches, for operands that it can read.
 fn with_latent(
     problem: &Problem,
-    (choice, _, launches): (Choice, Split, Launches),
-    latent: Decode,
-    workspace_bytes: usize,
-) -> (Choice, Split, Launches) {
+    general: Selection<Launches>,
+    LatentDecode { decode: latent, workspace_bytes }: LatentDecode,
+) -> Selection<Launches> {
+    let Selection { choice, backend: launches, .. } = general;
     let choice = Choice {
         kernel: Kernel::Cuda(latent.launch.module),
         tile_keys: latent.unit_keys as usize,
@@ -113,24 +124,26 @@ fn with_latent(
         ),
     };
     let workspace_bytes = launches.workspace_bytes.max(workspace_bytes);
-    (choice, split, Launches { latent: Some(latent), workspace_bytes, ..launches })
+    let backend = Launches { latent: Some(latent), workspace_bytes, ..launches };
+    Selection { choice, split, backend }
 }
 
 /// A problem whose sequences all run in prefill.
-fn prefill_alone(problem: &Problem, prefill: Prefill) -> (Choice, Split, Launches) {
+fn prefill_alone(problem: &Problem, prefill: Prefill) -> Selection<Launches> {
     let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
     let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
-    let launches = Launches { prefill: Some(prefill), workspace_bytes, ..Launches::default() };
-    (choice, split, launches)
+    let backend = Launches { prefill: Some(prefill), workspace_bytes, ..Launches::default() };
+    Selection { choice, split, backend }
 }
 
 /// Both kernels: prefill first, for sequences of more than `max_tokens` tokens.
 fn mixed(
     problem: &Problem,
     prefill: Prefill,
-    (choice, _, launches): (Choice, Split, Launches),
+    decode: Selection<Launches>,
     max_tokens: usize,
-) -> (Choice, Split, Launches) {
+) -> Selection<Launches> {
+    let Selection { choice, backend: launches, .. } = decode;
     let mut split = prefill_split(problem, &prefill);
     let mut both = prefill_choice(problem, &prefill);
     both.reason = format!(
@@ -144,8 +157,8 @@ fn mixed(
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
     let decode =
         launches.decode.map(|decode| Decode { max_query_len: max_tokens as i32, ..decode });
-    let launches = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
-    (both, split, launches)
+    let backend = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
+    Selection { choice: both, split, backend }
 }
 
 /// The end of the workspace; `before` is its end without prefill's tile map.
@@ -181,7 +194,7 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
 
 fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
     let kernel = &prefill.specialized;
-    let (_, tiles) = prefill::tiles(problem, kernel);
+    let tiles = prefill::tiles(problem, kernel).total;
     Split {
         keys: problem.kv_len.next_multiple_of(kernel.tile_keys).max(kernel.tile_keys),
         count: 1,
@@ -199,10 +212,10 @@ fn select_decode(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
-) -> Result<(Choice, Split, Launches), Refusal> {
+) -> Result<Selection<Launches>, Refusal> {
     let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
     let kernel = DecodeKernel::find(problem, facts).map_err(refuse)?;
-    let grid = DecodeGrid::of(problem, facts, &kernel);
+    let grid = DecodeGrid::for_kernel(problem, facts, &kernel);
     let module = kernel.module.name();
     let join = join_tiles(problem, &kernel, &grid);
     let join_bytes = if join.is_some() { grid.tiles * CUT_BYTES } else { 0 };
@@ -229,8 +242,8 @@ fn select_decode(
         join,
     };
     let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
-    let launches = Launches { decode: Some(decode), workspace_bytes, ..Launches::default() };
-    Ok((choice, split, launches))
+    let backend = Launches { decode: Some(decode), workspace_bytes, ..Launches::default() };
+    Ok(Selection { choice, split, backend })
 }
 
 /// The decode modules for a problem.
@@ -299,7 +312,7 @@ fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
     let element = match cache {
         // Rounding keys and values to 16 bits would not be exact enough.
         Cache::Any => Element::F32,
-        _ => Element::of(problem.dtype),
+        _ => Element::from_dtype(problem.dtype),
     };
     let suits = |operands: &Operands| {
         operands.build == Build::Fallback
@@ -396,15 +409,20 @@ struct DecodeGrid {
 }
 
 impl DecodeGrid {
-    fn of(problem: &Problem, facts: &CudaFacts, kernel: &DecodeKernel) -> DecodeGrid {
+    fn for_kernel(problem: &Problem, facts: &CudaFacts, kernel: &DecodeKernel) -> DecodeGrid {
         let shape = &kernel.shape;
         let tiles = tiles(problem, kernel.tile_rows);
-        let (ctas_per_multiprocessor, key_groups) = match problem.batch_invariant {
+        let Occupancy { ctas_per_multiprocessor, key_groups } = match problem.batch_invariant {
             // The sums of a row depend on the number of groups: it has to be the same for all
             // tiles.
-            true => (1, max_key_groups(&kernel.largest, facts.shared_bytes)),
-            false if prefix::leaves_room(problem, facts) => beside_prefix(shape, tiles, facts),
-            false => occupancy(shape, tiles, facts, kernel.cache),
+            true => Occupancy {
+                ctas_per_multiprocessor: 1,
+                key_groups: max_key_groups(&kernel.largest, facts.shared_bytes),
+            },
+            false if prefix::leaves_room(problem, facts) => {
+                Occupancy::beside_prefix(shape, tiles, facts)
+            }
+            false => Occupancy::alone(shape, tiles, facts, kernel.cache),
         };
         let invariant = problem.batch_invariant;
         let unit_keys = if invariant { INVARIANT_KEYS } else { shape.strip_keys() };
@@ -488,38 +506,47 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
     }
 }
 
-/// CTAs per multiprocessor, and groups of warps per CTA. One large CTA has the most reads in flight
-/// and leaves the fewest partial states. With several tiles per CTA, smaller CTAs are better: some
-/// start or end a tile while others read.
-fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> (usize, usize) {
-    let alone = max_key_groups(shape, facts.shared_bytes);
-    let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
-        0 | 1 => 1,
-        // Codes have half the bytes per key, and heads whose rows share cache lines should be read
-        // at the same time.
-        3.. if cache.has_codes() => 4,
-        2..=5 => 2,
-        _ => 4,
-    };
-    let blocks = wanted.min(alone);
-    // The driver reserves 1 KiB of shared memory per CTA.
-    let shared = (facts.shared_bytes + 1024) / blocks;
-    match max_key_groups(shape, shared.saturating_sub(1024)).min(alone / blocks) {
-        0 => (1, alone),
-        groups if shape.shared_bytes(groups) + 1024 <= shared => (blocks, groups),
-        _ => (1, alone),
-    }
+/// How many CTAs of a decode kernel a multiprocessor has at a time, and how large they are.
+struct Occupancy {
+    ctas_per_multiprocessor: usize,
+    /// Groups of warps per CTA.
+    key_groups: usize,
 }
 
-/// The same beside the kernel for prefix groups: few enough threads that both fit. With many tiles,
-/// two CTAs start and end theirs while the other reads.
-fn beside_prefix(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
-    let groups = (prefix::DECODE_THREADS / 32 / shape.group_warps()).max(1);
-    let groups = groups.min(max_key_groups(shape, facts.shared_bytes / 2));
-    match tiles / facts.multiprocessors.max(1) {
-        0..=5 => (1, groups),
-        _ if groups < 2 => (1, groups),
-        _ => (2, groups / 2),
+impl Occupancy {
+    /// For a decode kernel that runs alone. One large CTA has the most reads in flight and leaves
+    /// the fewest partial states. With several tiles per CTA, smaller CTAs are better: some start
+    /// or end a tile while others read.
+    fn alone(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> Occupancy {
+        let max_groups = max_key_groups(shape, facts.shared_bytes);
+        let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
+            0 | 1 => 1,
+            // Codes have half the bytes per key, and heads whose rows share cache lines should be
+            // read at the same time.
+            3.. if cache.has_codes() => 4,
+            2..=5 => 2,
+            _ => 4,
+        };
+        let ctas = wanted.min(max_groups);
+        // The driver reserves 1 KiB of shared memory per CTA.
+        let shared = (facts.shared_bytes + 1024) / ctas;
+        match max_key_groups(shape, shared.saturating_sub(1024)).min(max_groups / ctas) {
+            groups if groups > 0 && shape.shared_bytes(groups) + 1024 <= shared => {
+                Occupancy { ctas_per_multiprocessor: ctas, key_groups: groups }
+            }
+            _ => Occupancy { ctas_per_multiprocessor: 1, key_groups: max_groups },
+        }
+    }
+
+    /// The same beside the kernel for prefix groups: few enough threads that both fit. With many
+    /// tiles, two CTAs start and end theirs while the other reads.
+    fn beside_prefix(shape: &Shape, tiles: usize, facts: &CudaFacts) -> Occupancy {
+        let groups = (prefix::DECODE_THREADS / 32 / shape.group_warps()).max(1);
+        let groups = groups.min(max_key_groups(shape, facts.shared_bytes / 2));
+        match tiles / facts.multiprocessors.max(1) {
+            6.. if groups >= 2 => Occupancy { ctas_per_multiprocessor: 2, key_groups: groups / 2 },
+            _ => Occupancy { ctas_per_multiprocessor: 1, key_groups: groups },
+        }
     }
 }
 

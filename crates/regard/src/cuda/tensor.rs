@@ -46,10 +46,10 @@ impl DeviceMemory {
     }
 }
 
-/// A device slice that work on a stream reads until this is dropped: the stream waits for whatever
-/// was writing the slice, and what writes or frees it later waits for the stream. That is cudarc's
-/// bookkeeping, with its events. If it is off (`CudaContext::disable_event_tracking`), this costs
-/// nothing and orders nothing.
+/// A device slice that work on a stream reads until this is dropped: the stream waits for all work
+/// that was writing the slice, and what writes or frees it later waits for the stream. That is
+/// cudarc's bookkeeping, with its events. If it is off (`CudaContext::disable_event_tracking`),
+/// this costs nothing and orders nothing.
 pub struct DeviceView<'a, T> {
     address: u64,
     length: usize,

@@ -33,7 +33,7 @@ impl Workspace {
     /// Allocates, on `stream`, a workspace of exactly what the plan needs.
     ///
     /// # Errors
-    /// If there is not so much memory.
+    /// If the GPU has too little memory.
     pub fn for_plan(plan: &Plan, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let bytes = plan.workspace_bytes();
         // SAFETY: nothing reads it before it is written: the counters are zeroed now, kernels write
@@ -44,7 +44,7 @@ impl Workspace {
         Workspace::new(memory, stream)
     }
 
-    /// Its size.
+    /// Its size, in bytes.
     pub fn bytes(&self) -> usize {
         self.memory.len()
     }
@@ -58,6 +58,16 @@ impl Workspace {
     pub(super) fn lend<'a>(&'a mut self, stream: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
         self.memory.device_ptr_mut(stream)
     }
+}
+
+/// A workspace as [`Gpu::run_raw`](super::Gpu::run_raw) takes it: device memory that the caller
+/// manages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RawWorkspace {
+    /// Its address, a multiple of [`WORKSPACE_ALIGNMENT`](super::WORKSPACE_ALIGNMENT).
+    pub address: u64,
+    /// Its size, at least [`Plan::workspace_bytes`].
+    pub bytes: usize,
 }
 
 impl fmt::Debug for Workspace {

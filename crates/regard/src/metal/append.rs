@@ -2,13 +2,13 @@
 //! rotate keys and queries (RoPE) and quantize on the way.
 
 use super::launch::{
-    BUFFERS, Binding, Dispatch, Params, count, expect_forwards, kv_format, read, scale_strides,
-    written,
+    BUFFERS, Binding, Dispatch, Params, expect_forwards, kv_format, read, written,
 };
 use super::{AppendParameters, CONSTANTS, MetalMemory, Pipeline, SIMD_WIDTH};
 use crate::append::{self, AppendScales, AppendShape};
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::kernel_parameters::{count, row_strides, scale_strides, token_strides};
 use crate::params::{RowStrides, TokenStrides};
 use crate::tensor::Dims;
 
@@ -21,25 +21,6 @@ pub type AppendLatent<'a> = append::AppendLatent<'a, MetalMemory>;
 /// Rotary position embedding by a table in a Metal buffer.
 pub type Rotary<'a> = append::Rotary<'a, MetalMemory>;
 
-/// The strides of `[total, H, D]`.
-fn token_strides(dims: &Dims) -> TokenStrides {
-    TokenStrides { token: dims.strides()[0], head: dims.strides()[1] }
-}
-
-/// The strides of `[blocks, block_size, H, D]`.
-fn pool_strides(dims: &Dims) -> RowStrides {
-    let strides = dims.strides();
-    RowStrides { batch: strides[0], token: strides[1], head: strides[2] }
-}
-
-/// Shape and strides of a pool's scales.
-fn scale_dims<'a>(scales: Option<&'a AppendScales<'_, MetalMemory>>) -> Option<&'a Dims> {
-    match scales? {
-        AppendScales::Static(tensor) => Some(tensor),
-        AppendScales::Dynamic(tensor) => Some(tensor),
-    }
-}
-
 /// A pool's scales as a buffer.
 fn bound_scales(scales: Option<&AppendScales<'_, MetalMemory>>) -> Option<Binding> {
     match scales? {
@@ -51,17 +32,20 @@ fn bound_scales(scales: Option<&AppendScales<'_, MetalMemory>>) -> Option<Bindin
 /// The kernel's parameters, from checked operands.
 fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
     let query = append.rotary.as_ref().and_then(|rotary| rotary.query.as_ref());
-    let strides = |scales| scale_dims(scales).map_or(RowStrides::default(), scale_strides);
-    let is_dynamic =
-        |scales: &Option<AppendScales<_>>| matches!(scales, Some(AppendScales::Dynamic(_)));
+    let strides = |scales: &Option<AppendScales<MetalMemory>>| {
+        scales.as_ref().map_or(RowStrides::default(), |scales| scale_strides(scales.dims()))
+    };
+    let is_dynamic = |scales: &Option<AppendScales<MetalMemory>>| {
+        scales.as_ref().is_some_and(AppendScales::is_dynamic)
+    };
     AppendParameters {
         key_strides: token_strides(&append.key),
         value_strides: token_strides(&append.value),
         query_strides: query.map_or(TokenStrides::default(), |query| token_strides(query)),
-        key_pool_strides: pool_strides(&append.key_pool),
-        value_pool_strides: pool_strides(&append.value_pool),
-        key_scale_strides: strides(append.k_scales.as_ref()),
-        value_scale_strides: strides(append.v_scales.as_ref()),
+        key_pool_strides: row_strides(&append.key_pool, 3),
+        value_pool_strides: row_strides(&append.value_pool, 3),
+        key_scale_strides: strides(&append.k_scales),
+        value_scale_strides: strides(&append.v_scales),
         block_table_stride: append.block_table.as_ref().map_or(0, |table| table.strides()[0]),
         batch: count(shape.batch),
         new_tokens: match append.cu_seqlens {
@@ -98,7 +82,7 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
     Pipeline { function, constants: [0; CONSTANTS.len()] }
 }
 
-/// The dispatch of an append to a latent cache, as [`append`]: the kernel writes the rotary dims of
+/// The dispatch of an append to a latent cache, as `append`: the kernel writes the rotary dims of
 /// a row and the others as keys and values.
 ///
 /// # Errors
@@ -121,8 +105,8 @@ pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
         ("value", Some(&append.value)),
         ("key_pool", Some(&append.key_pool)),
         ("value_pool", Some(&append.value_pool)),
-        ("k_scales", scale_dims(append.k_scales.as_ref())),
-        ("v_scales", scale_dims(append.v_scales.as_ref())),
+        ("k_scales", append.k_scales.as_ref().map(AppendScales::dims)),
+        ("v_scales", append.v_scales.as_ref().map(AppendScales::dims)),
         ("query", query.map(|query| &**query)),
     ];
     for (name, dims) in named {

@@ -8,10 +8,13 @@ use super::{
 };
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::params::{MaskKind, MaskStrides, OffsetKind, RowStrides, TreeStrides};
+use crate::kernel_parameters::{
+    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
+    tree_strides, window,
+};
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions};
-use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
+use crate::problem::{Inputs, KvStorage, Outputs, Problem};
 use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
@@ -126,10 +129,6 @@ fn aligned(tensor: &Tensor<MetalMemory>) -> bool {
         && tensor.address().is_multiple_of(4 * tensor.dtype().size() as u64)
 }
 
-/// A window bound that nothing reaches. Distances of queries and keys are below 2^48, so sums with
-/// it do not overflow.
-const UNBOUNDED: i64 = 1 << 50;
-
 /// The dispatches that run a plan on some operands, in order: the tile map of a mask, attention (in
 /// several pieces if it is long), then the combination of partial states if the plan has one. Empty
 /// if there is nothing to compute.
@@ -179,7 +178,7 @@ impl Dispatch {
     /// The same threadgroups as about `pieces` dispatches: of fewer sequences each, or of fewer
     /// blocks of rows of one sequence. Append and merge are not cut.
     pub fn cut(&self, pieces: usize) -> impl Iterator<Item = Dispatch> + use<> {
-        let whole = *self;
+        let all = *self;
         let [x, y, z] = self.grid;
         let pieces = match self.params {
             Params::Attention(_) => u32::try_from(pieces).unwrap_or(u32::MAX),
@@ -189,7 +188,7 @@ impl Dispatch {
         let blocks = x.div_ceil(pieces.div_ceil(z.max(1))).max(1);
         (0..z).step_by(sequences as usize).flat_map(move |first_sequence| {
             (0..x).step_by(blocks as usize).map(move |first_block| {
-                let mut piece = whole;
+                let mut piece = all;
                 piece.grid = [blocks.min(x - first_block), y, sequences.min(z - first_sequence)];
                 if let Params::Attention(params) = &mut piece.params {
                     (params.first_block, params.first_sequence) =
@@ -466,14 +465,6 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         KvStorage::Paged { block_size } => block_size as i32,
         KvStorage::Batched | KvStorage::Ragged => 0,
     };
-    let mask_kind = match variant.mask {
-        None => MaskKind::None,
-        Some(DType::Bool) => MaskKind::Bool,
-        Some(DType::F32) => MaskKind::F32,
-        Some(DType::F16) => MaskKind::F16,
-        Some(DType::BF16) => MaskKind::BF16,
-        Some(_) => unreachable!("checked: masks are boolean or floating"),
-    };
     let constants: [i32; CONSTANTS.len()] = [
         problem.head_dim as i32,
         problem.value_dim as i32,
@@ -486,7 +477,7 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         variant.softcap.into(),
         variant.alibi.into(),
         variant.sinks.into(),
-        mask_kind as i32,
+        mask_kind(variant.mask) as i32,
         variant.tree.into(),
         block_size,
         problem.lse.into(),
@@ -506,125 +497,83 @@ fn attention(
     inputs: &Inputs<MetalMemory>,
     outputs: &Outputs<MetalMemory>,
 ) -> AttentionParameters {
-    let mut p = AttentionParameters::default();
-    set_shapes(&mut p, problem, inputs);
-    set_strides(&mut p, inputs, outputs);
-    set_variant(&mut p, problem, inputs);
+    let mut parameters = AttentionParameters::default();
+    set_shapes(&mut parameters, problem, inputs);
+    set_strides(&mut parameters, inputs, outputs);
+    set_variant(&mut parameters, problem, inputs);
     let split = plan.split();
-    p.split_keys = split.keys as i64;
-    p.splits = count(problem.kv_len.div_ceil(split.keys).clamp(1, split.count.max(1)));
-    p.rows = count(problem.query_len * problem.group());
-    p.row_blocks = count((p.rows as usize).div_ceil(plan.choice().block_rows));
-    p
+    parameters.split_keys = split.keys as i64;
+    parameters.splits = count(problem.kv_len.div_ceil(split.keys).clamp(1, split.count.max(1)));
+    parameters.rows = count(problem.query_len * problem.group());
+    parameters.row_blocks = count((parameters.rows as usize).div_ceil(plan.choice().block_rows));
+    parameters
 }
 
-/// A number that checking has bounded by what an `i32` can count.
-pub(super) fn count(n: usize) -> i32 {
-    i32::try_from(n).unwrap_or(i32::MAX)
-}
-
-fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<MetalMemory>) {
+fn set_shapes(
+    parameters: &mut AttentionParameters,
+    problem: &Problem,
+    inputs: &Inputs<MetalMemory>,
+) {
     let attention = &inputs.attention;
-    p.kv_heads = count(problem.kv_heads);
-    p.group = count(problem.group());
-    p.query_len = count(match problem.queries {
-        QueryStorage::Batched => problem.query_len,
-        QueryStorage::Ragged { total } => total,
-    });
-    let key_rows = inputs.k.shape()[0];
-    p.kv_len = count(match problem.keys {
-        // An empty pool has no keys, so lengths are ignored.
-        _ if inputs.k.is_empty() => 0,
-        KvStorage::Ragged => key_rows,
-        KvStorage::Batched | KvStorage::Paged { .. } => problem.kv_len,
-    });
-    // A dimension of 1 of a mask stands for every index.
-    let mask = |i: usize| match &attention.mask {
-        Some(mask) if mask.shape()[i] != 1 => mask.shape()[i],
-        _ => usize::MAX,
-    };
-    let tree = attention.tree_mask.as_ref().map_or(usize::MAX, |tree| tree.shape()[1]);
-    p.query_len_bound = count(problem.query_len.min(mask(2)).min(tree));
-    p.kv_len_bound = count(problem.kv_len.min(mask(3)));
-    if let KvStorage::Paged { .. } = problem.keys {
-        p.blocks = count(key_rows);
-    }
-    p.ragged_queries = attention.cu_seqlens_q.is_some().into();
-    p.ragged_keys = attention.cu_seqlens_k.is_some().into();
-    p.given_kv_lens = attention.kv_lens.is_some().into();
-}
-
-/// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor
-/// with or without a last dimension; `leading` is the number of dimensions up to the heads, 3 or 2
-/// where ragged.
-fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
-    match dims.strides()[..leading] {
-        [batch, token, head] => RowStrides { batch, token, head },
-        [token, head] => RowStrides { batch: 0, token, head },
-        _ => unreachable!("checked: two or three dimensions before the head dim"),
-    }
-}
-
-/// As [`row_strides`]: a dimension of 1 stands for every index.
-pub(super) fn scale_strides(scales: &Dims) -> RowStrides {
-    let stride = |i: usize| if scales.shape()[i] == 1 { 0 } else { scales.strides()[i] };
-    match scales.rank() {
-        3 => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },
-        _ => RowStrides { batch: 0, token: stride(0), head: stride(1) },
-    }
+    parameters.kv_heads = count(problem.kv_heads);
+    parameters.group = count(problem.group());
+    let lengths = Lengths::from_operands(problem, inputs);
+    parameters.query_len = lengths.query_len;
+    parameters.kv_len = lengths.kv_len;
+    parameters.query_len_bound = lengths.query_len_bound;
+    parameters.kv_len_bound = lengths.kv_len_bound;
+    parameters.blocks = lengths.blocks;
+    parameters.ragged_queries = attention.cu_seqlens_q.is_some().into();
+    parameters.ragged_keys = attention.cu_seqlens_k.is_some().into();
+    parameters.given_kv_lens = attention.kv_lens.is_some().into();
 }
 
 fn set_strides(
-    p: &mut AttentionParameters,
+    parameters: &mut AttentionParameters,
     inputs: &Inputs<MetalMemory>,
     outputs: &Outputs<MetalMemory>,
 ) {
     let Inputs { q, k, v, attention } = inputs;
     let leading = q.rank() - 1;
-    p.query_strides = row_strides(q, leading);
-    p.key_strides = row_strides(k, k.rank() - 1);
-    p.value_strides = row_strides(v, v.rank() - 1);
-    p.out_strides = row_strides(&outputs.out, leading);
+    parameters.query_strides = row_strides(q, leading);
+    parameters.key_strides = row_strides(k, k.rank() - 1);
+    parameters.value_strides = row_strides(v, v.rank() - 1);
+    parameters.out_strides = row_strides(&outputs.out, leading);
     if let Some(scales) = &attention.k_scales {
-        p.key_scale_strides = scale_strides(scales);
+        parameters.key_scale_strides = scale_strides(scales);
     }
     if let Some(scales) = inputs.value_scales() {
-        p.value_scale_strides = scale_strides(scales);
+        parameters.value_scale_strides = scale_strides(scales);
     }
     if let Some(lse) = &outputs.lse {
-        p.lse_strides = row_strides(lse, leading);
+        parameters.lse_strides = row_strides(lse, leading);
     }
     if let Some(mask) = &attention.mask {
-        // A dimension of 1 stands for every index.
-        let stride = |i: usize| if mask.shape()[i] == 1 { 0 } else { mask.strides()[i] };
-        p.mask_strides =
-            MaskStrides { batch: stride(0), head: stride(1), row: stride(2), key: stride(3) };
+        parameters.mask_strides = mask_strides(mask);
     }
     if let Some(tree) = &attention.tree_mask {
-        p.tree_strides = TreeStrides { batch: tree.strides()[0], row: tree.strides()[1] };
+        parameters.tree_strides = tree_strides(tree);
     }
-    p.block_table_stride = attention.block_table.as_ref().map_or(0, |table| table.strides()[0]);
+    parameters.block_table_stride =
+        attention.block_table.as_ref().map_or(0, |table| table.strides()[0]);
 }
 
-fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<MetalMemory>) {
+fn set_variant(
+    parameters: &mut AttentionParameters,
+    problem: &Problem,
+    inputs: &Inputs<MetalMemory>,
+) {
     let variant = &problem.variant;
-    let bound = |side: Option<usize>| {
-        side.and_then(|keys| i64::try_from(keys).ok()).unwrap_or(UNBOUNDED).min(UNBOUNDED)
-    };
-    p.window_left = bound(variant.window.left);
-    p.window_right = if variant.causal { 0 } else { bound(variant.window.right) };
-    p.chunk = variant.chunk.map_or(0, |chunk| chunk as i64);
-    match &inputs.attention.q_offset {
-        QueryOffset::BottomRight => {}
-        QueryOffset::Same(offset) => (p.offset_kind, p.q_offset) = (OffsetKind::Same, *offset),
-        QueryOffset::PerSequence(_) => p.offset_kind = OffsetKind::PerSequence,
-    }
-    p.key_stride = 1;
+    let window = window(variant);
+    (parameters.window_left, parameters.window_right) = (window.left, window.right);
+    parameters.chunk = variant.chunk.map_or(0, |chunk| chunk as i64);
+    (parameters.offset_kind, parameters.q_offset) = query_offset(&inputs.attention.q_offset);
+    parameters.key_stride = 1;
     if let Some(KeyPositions { offset, stride }) = &inputs.attention.key_positions {
-        p.key_stride = *stride as i64;
+        parameters.key_stride = *stride as i64;
         match offset {
-            KeyOffset::Same(offset) => p.key_offset = *offset,
-            KeyOffset::PerSequence(_) => p.given_key_offsets = 1,
+            KeyOffset::Same(offset) => parameters.key_offset = *offset,
+            KeyOffset::PerSequence(_) => parameters.given_key_offsets = 1,
         }
     }
     // Base 16 under the condition of BASE_16 in `common.metal`, else base 2.
@@ -632,6 +581,6 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<M
     let unit = std::f64::consts::LOG2_E / if adds_mask || variant.sinks { 4.0 } else { 1.0 };
     let scale = f64::from(inputs.scale());
     let softcap = inputs.attention.softcap.map(f64::from);
-    p.score_factor = softcap.map_or(scale * unit, |cap| scale / cap) as f32;
-    p.softcap = softcap.map_or(0.0, |cap| cap * unit) as f32;
+    parameters.score_factor = softcap.map_or(scale * unit, |cap| scale / cap) as f32;
+    parameters.softcap = softcap.map_or(0.0, |cap| cap * unit) as f32;
 }

@@ -2,6 +2,7 @@
 //! A kernel makes it in the workspace before prefill; layers that share a mask share its map.
 
 use super::{MapParameters, MetalMemory};
+use crate::kernel_parameters::count;
 use crate::params::MapStrides;
 use crate::problem::{Inputs, Problem};
 
@@ -54,7 +55,6 @@ impl TileMap {
 
     /// Its parameters, as kernels read them.
     pub(super) fn parameters(&self) -> MapParameters {
-        let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
         let stride = |extent: usize, inside: usize| if extent == 1 { 0 } else { inside as i64 };
         let (row, head) = (self.key_tiles, self.row_blocks * self.key_tiles);
         MapParameters {

@@ -1,9 +1,10 @@
 //! Merging partial results: the dispatch that writes their merge.
 
-use super::launch::{BUFFERS, Dispatch, Params, count, expect_forwards, read, written};
+use super::launch::{BUFFERS, Dispatch, Params, expect_forwards, read, written};
 use super::{CONSTANTS, MergeParameters, MetalMemory, Pipeline, SIMD_WIDTH};
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::kernel_parameters::count;
 use crate::merge::{self, MergeShape};
 use crate::params::ElementType;
 

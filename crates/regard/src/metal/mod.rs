@@ -1,12 +1,10 @@
 //! Apple GPUs.
 //!
-//! This module decides, on any system, which shipped kernel runs ([`select()`](crate::select())),
-//! how it is specialized and launched, and with which parameters ([`dispatches`]). The kernels ship
-//! as source ([`source`]). With the feature `metal`, on Apple's systems, the module `device`
-//! compiles the source and runs plans.
+//! Plans for Apple GPUs can be made on any system. The kernels ship as source ([`source`]). With
+//! the feature `metal`, on Apple's systems, the module `device` compiles the source and runs plans.
 //!
-//! Without a Mac, tests run the shipped source on the host with the dispatches that this module
-//! computes; `docs/metal.md` lists what that shows and what it does not.
+//! No Mac has run the kernels yet: tests run the shipped source on the host, with the dispatches
+//! that this module computes. `docs/metal.md` lists what that shows and what it does not.
 
 mod append;
 #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
@@ -23,15 +21,29 @@ pub mod stand_in;
 mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
-pub use append::{Append, AppendLatent, Rotary, append, append_latent};
-pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines, tile_map};
-pub use mask_map::{MapSpace, TileMap};
-pub use merge::{Merge, merge};
-pub use params::{AppendParameters, AttentionParameters, MapParameters, MergeParameters};
-pub use select::{Launch, functions};
+pub use append::{Append, AppendLatent, Rotary};
+pub use launch::tile_map;
+pub use mask_map::TileMap;
+pub use merge::Merge;
 pub use tensor::{BufferView, MetalMemory};
 
+// Hidden items, here and below, are for the tools and tests of this repository: they are not part
+// of the interface.
+#[doc(hidden)]
+pub use append::{append, append_latent};
+#[doc(hidden)]
+pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines};
+#[doc(hidden)]
+pub use mask_map::MapSpace;
+#[doc(hidden)]
+pub use merge::merge;
+#[doc(hidden)]
+pub use params::{AppendParameters, AttentionParameters, MapParameters, MergeParameters};
+#[doc(hidden)]
+pub use select::{Launch, functions};
+
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
+#[doc(hidden)]
 pub const CONSTANTS: [(&str, ConstantType); 19] = [
     ("HEAD_DIM", ConstantType::Int),
     ("VALUE_DIM", ConstantType::Int),
@@ -55,6 +67,7 @@ pub const CONSTANTS: [(&str, ConstantType); 19] = [
 ];
 
 /// The type of a function constant.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConstantType {
     /// `int`.
@@ -64,6 +77,7 @@ pub enum ConstantType {
 }
 
 /// The key of a pipeline: equal keys share a pipeline.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pipeline {
     /// The kernel's name in the source.

@@ -6,7 +6,6 @@ use crate::error::Error;
 use crate::machine::{Machine, MetalFacts};
 use crate::plan::{BackendPlan, Line, Plan};
 use crate::problem::Problem;
-use std::sync::Arc;
 
 /// Plans a problem that was checked.
 ///
@@ -17,8 +16,7 @@ pub(crate) fn plan(
     facts: &MetalFacts,
     machine: &Machine,
 ) -> Result<Plan, Error> {
-    let (choice, split, launch) = select(problem, facts, machine)?;
-    Plan::from_parts(problem, machine, choice, split, Arc::new(launch))
+    Plan::from_selection(problem, machine, select(problem, facts, machine)?)
 }
 
 impl BackendPlan for Launch {

@@ -7,6 +7,7 @@ use super::{MIN_FAMILY, SIMD_WIDTH};
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{Machine, MetalFacts};
+use crate::plan::Selection;
 use crate::problem::Problem;
 use crate::select::{Choice, Kernel};
 use crate::split::{Split, Work, split};
@@ -128,11 +129,11 @@ pub fn functions() -> impl Iterator<Item = &'static str> {
 /// memory are allocated from one cache by need, so larger threadgroups cost less occupancy.
 const FAMILIES: [u32; 2] = [7, 9];
 
-/// Most threadgroup memory of a decode threadgroup of 8 SIMD groups: half of the 32 KiB, so that
+/// Maximum threadgroup memory of a decode threadgroup of 8 SIMD groups: half of the 32 KiB, so that
 /// two threadgroups fit a core.
 const DECODE_BYTES: usize = 16 << 10;
 
-/// Most keys of a sequence: kernels count them in `i32`, up to a tile or step past the last.
+/// Maximum keys of a sequence: kernels count them in `i32`, up to a tile or step past the last.
 const MAX_KEYS: usize = i32::MAX as usize - 4096;
 
 /// A kernel of a family and its tile, before keys are split.
@@ -162,36 +163,21 @@ pub(crate) fn select(
     problem: &Problem,
     facts: &MetalFacts,
     machine: &Machine,
-) -> Result<(Choice, Split, Launch), Refusal> {
-    let refuse = |reason: String| Err(Refusal { machine: machine.to_string(), reason });
-    if facts.family < MIN_FAMILY {
-        return refuse(format!(
-            "the kernels need GPU family {MIN_FAMILY} (M1, A14) or later for SIMD-group matrices"
-        ));
-    }
-    if problem.key_lists.is_some() {
-        return refuse("no Metal kernel walks lists of keys (key_indices) yet".to_string());
-    }
-    let rows = problem.query_len.saturating_mul(problem.group());
-    if rows > i32::MAX as usize {
-        return refuse(format!(
-            "{} tokens times {} grouped heads are more rows than a kernel counts (2^31 - 1)",
-            problem.query_len,
-            problem.group()
-        ));
-    }
-    if problem.kv_len > MAX_KEYS {
-        return refuse(format!(
-            "{} keys of a sequence are more than a kernel counts ({MAX_KEYS})",
-            problem.kv_len
-        ));
-    }
+) -> Result<Selection<Launch>, Refusal> {
+    select_kernels(problem, facts)
+        .map_err(|reason| Refusal { machine: machine.to_string(), reason })
+}
+
+/// [`select`], with the reason alone as the error.
+fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Launch>, String> {
+    check_limits(problem, facts)?;
+    let rows = row_count(problem);
     let (chosen, is_prefill) = match decode(problem, rows) {
         Some(chosen) => (chosen, false),
         None => (prefill(problem, facts), true),
     };
     if chosen.threadgroup_bytes > facts.threadgroup_bytes {
-        return refuse(format!(
+        return Err(format!(
             "{} needs {} bytes of threadgroup memory, the GPU has {}",
             chosen.function, chosen.threadgroup_bytes, facts.threadgroup_bytes
         ));
@@ -208,29 +194,15 @@ pub(crate) fn select(
         batch_invariant: problem.batch_invariant,
     });
     let splits = if split.parallel { split.count } else { 1 };
-    let (Ok(x), Ok(y), Ok(z)) = (
-        u32::try_from(blocks.saturating_mul(splits)),
-        u32::try_from(problem.kv_heads),
-        u32::try_from(problem.batch),
-    ) else {
-        return refuse(format!(
-            "{blocks} blocks of rows in {splits} splits exceed a grid of 2^32 - 1"
-        ));
-    };
-    let states =
-        problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
-    let state_bytes = match split.parallel {
-        true => states.saturating_mul((problem.value_dim + 2) * 4),
-        false => 0,
-    };
+    let state_bytes = state_bytes(problem, &split);
     let tile = [chosen.block_rows, chosen.tile_keys];
     let map = mask_map::space(problem, tile, state_bytes).filter(|_| is_prefill);
-    let launch = Launch {
+    let backend = Launch {
         function: chosen.function,
         join: split.parallel.then(|| JOIN[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
-        grid: [x, y, z],
+        grid: grid(problem, blocks, splits)?,
         map,
         workspace_bytes: map.map_or(state_bytes, |map| map.at.saturating_add(map.bytes)),
     };
@@ -240,7 +212,67 @@ pub(crate) fn select(
         block_rows: chosen.block_rows,
         reason: chosen.reason,
     };
-    Ok((choice, split, launch))
+    Ok(Selection { choice, split, backend })
+}
+
+/// Query rows per key/value head of a sequence: tokens times grouped heads.
+fn row_count(problem: &Problem) -> usize {
+    problem.query_len.saturating_mul(problem.group())
+}
+
+/// Checks what holds for all kernels.
+///
+/// # Errors
+/// The reason why no kernel runs the problem on this GPU.
+fn check_limits(problem: &Problem, facts: &MetalFacts) -> Result<(), String> {
+    if facts.family < MIN_FAMILY {
+        return Err(format!(
+            "the kernels need GPU family {MIN_FAMILY} (M1, A14) or later for SIMD-group matrices"
+        ));
+    }
+    if problem.key_lists.is_some() {
+        return Err("no Metal kernel walks lists of keys (key_indices) yet".to_string());
+    }
+    if row_count(problem) > i32::MAX as usize {
+        return Err(format!(
+            "{} tokens times {} grouped heads are more rows than a kernel counts (2^31 - 1)",
+            problem.query_len,
+            problem.group()
+        ));
+    }
+    if problem.kv_len > MAX_KEYS {
+        return Err(format!(
+            "{} keys of a sequence are more than a kernel counts ({MAX_KEYS})",
+            problem.kv_len
+        ));
+    }
+    Ok(())
+}
+
+/// Threadgroups of the attention kernel.
+///
+/// # Errors
+/// If they are more than a grid has.
+fn grid(problem: &Problem, blocks: usize, splits: usize) -> Result<[u32; 3], String> {
+    let (Ok(x), Ok(y), Ok(z)) = (
+        u32::try_from(blocks.saturating_mul(splits)),
+        u32::try_from(problem.kv_heads),
+        u32::try_from(problem.batch),
+    ) else {
+        return Err(format!(
+            "{blocks} blocks of rows in {splits} splits exceed a grid of 2^32 - 1"
+        ));
+    };
+    Ok([x, y, z])
+}
+
+/// Bytes of the partial states, if keys are split among threadgroups.
+fn state_bytes(problem: &Problem, split: &Split) -> usize {
+    if !split.parallel {
+        return 0;
+    }
+    let rows = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(row_count(problem));
+    rows.saturating_mul(split.count).saturating_mul((problem.value_dim + 2) * 4)
 }
 
 /// The decode kernel, if all rows of a key/value head fit in one row block: it reads every key
@@ -346,7 +378,7 @@ mod tests {
                                 name: "test".into(),
                                 device: crate::machine::Device::Metal(facts.clone()),
                             };
-                            let (choice, _, launch) =
+                            let Selection { choice, backend: launch, .. } =
                                 select(&problem, &facts, &machine).expect("all fit");
                             assert!(launch.threadgroup_bytes <= 32 << 10);
                             assert!(launch.simd_groups * SIMD_WIDTH <= 1024);

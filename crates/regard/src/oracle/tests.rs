@@ -287,7 +287,7 @@ fn nan_stays_nan() {
         );
         assert!(naive.unwrap().out[0].is_nan());
     }
-    // Beyond what f32 holds the contract says nothing.
+    // Beyond the range of f32 the contract defines nothing.
     let large =
         attention(&one_head(&[1e20], &[1e20, -1e20], &[1.0, 2.0], Attention::default())).unwrap();
     assert!(large.out[0].is_nan());

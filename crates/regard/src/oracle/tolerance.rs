@@ -10,8 +10,8 @@
 //! - for f16 and bf16, what rounding each probability to that type does before the second product:
 //!   four roundings (2 epsilon), some seven standard deviations, of independent errors
 //!   ([`Rounding::probabilities`](super::Rounding::probabilities)),
-//! - where probabilities are equal, they are rounded alike, which scales the result: half an
-//!   epsilon of the inputs' type at its magnitude,
+//! - where probabilities are equal, all are rounded to the same number, which scales the result:
+//!   half an epsilon of the inputs' type at its magnitude,
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element
 //!   (`epsilon * |out|`; for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the
 //!   spacing stays that of the smallest normal number.
@@ -210,13 +210,14 @@ impl Judge {
         out: Option<&Tensor>,
         lse: Option<&Tensor>,
     ) -> Result<Agreement, Box<Mismatch>> {
-        let whole = |bounds: &[Bound]| {
-            let most = |part: fn(&Bound) -> f64| {
+        let tensor_bound = |bounds: &[Bound]| {
+            let max = |part: fn(&Bound) -> f64| {
                 bounds.iter().map(part).filter(|x| x.is_finite()).fold(0.0, f64::max)
             };
-            Bound { naive_error: most(|bound| bound.naive_error), eps: most(|bound| bound.eps) }
+            Bound { naive_error: max(|bound| bound.naive_error), eps: max(|bound| bound.eps) }
         };
-        let (out_bound, lse_bound) = (whole(&self.out_bounds), whole(&self.lse_bounds));
+        let (out_bound, lse_bound) =
+            (tensor_bound(&self.out_bounds), tensor_bound(&self.lse_bounds));
         let mut agreement = Agreement::default();
         if let Some(out) = out {
             agreement = self.compare(out, None, |_, _| out_bound)?;
@@ -254,7 +255,8 @@ impl Judge {
                 let error = (found - expected).abs();
                 agreement.out_error = agreement.out_error.max(error);
                 agreement.note(error, row_bound).map_err(|()| {
-                    Box::new(self.mismatch("out", i, (Some(dim), found, expected), row_bound))
+                    let element = Compared { dim: Some(dim), found, expected };
+                    Box::new(self.mismatch("out", i, element, row_bound))
                 })?;
             }
         }
@@ -286,7 +288,8 @@ impl Judge {
             };
             agreement.lse_error = agreement.lse_error.max(error);
             agreement.note(error, row_bound).map_err(|()| {
-                Box::new(self.mismatch("lse", i, (None, found, expected), row_bound))
+                let element = Compared { dim: None, found, expected };
+                Box::new(self.mismatch("lse", i, element, row_bound))
             })?;
         }
         Ok(())
@@ -296,19 +299,26 @@ impl Judge {
         &self,
         tensor: &'static str,
         row: usize,
-        (dim, found, expected): (Option<usize>, f64, f64),
+        element: Compared,
         bound: Bound,
     ) -> Mismatch {
         Mismatch {
             tensor,
             row: self.reference.rows[row],
-            dim,
-            found,
-            expected,
+            dim: element.dim,
+            found: element.found,
+            expected: element.expected,
             bound: bound.total(),
             naive_error: bound.naive_error,
         }
     }
+}
+
+/// An element that is compared; `dim` is its place in an output row.
+struct Compared {
+    dim: Option<usize>,
+    found: f64,
+    expected: f64,
 }
 
 /// Which rows stand beside a row (of the same sequence and key/value head) whose reference is not

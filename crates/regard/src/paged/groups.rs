@@ -13,7 +13,7 @@ pub(super) struct PrefixFinder {
 pub(super) struct PrefixGroups {
     /// The group of each sequence, -1 for none.
     pub groups: Vec<i32>,
-    /// The keys that the sequences of each group share; 0 for groups that there are not.
+    /// The keys that the sequences of each group share; 0 for unused groups.
     pub lens: Vec<i32>,
 }
 
@@ -39,8 +39,8 @@ impl BatchTables<'_> {
 }
 
 impl PrefixFinder {
-    /// Finds groups, one level of them: those that spare the most pages. Sequences of a group share
-    /// more with each other than with others, or the larger group spares more.
+    /// Finds groups, one level of them: those that save the most page reads. Sequences of a group
+    /// share more with each other than with others, or the larger group saves more.
     pub fn find(&mut self, tables: &BatchTables, found: &mut PrefixGroups) {
         let batch = tables.kv_lens.len();
         found.groups.clear();
@@ -87,7 +87,7 @@ impl PrefixFinder {
         self.shared[start + 1..end].iter().copied().min().unwrap_or(0)
     }
 
-    /// Pages that the best groups of these sequences spare.
+    /// Page reads that the best groups of these sequences save.
     fn spared(&self, start: usize, end: usize) -> usize {
         if end - start < 2 {
             return 0;

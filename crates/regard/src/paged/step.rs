@@ -199,13 +199,13 @@ impl Step {
     }
 
     /// `[B]`: the prefix group of each sequence, -1 for none: sequences that share their first
-    /// pages, in the groups that spare the most. Empty before [`Step::finish`].
+    /// pages, in the groups that save the most reads. Empty before [`Step::finish`].
     pub fn prefix_groups(&self) -> &[i32] {
         &self.prefixes.groups
     }
 
-    /// `[max(B, 1)]`: the keys that the sequences of each group share; 0 for groups that there are
-    /// not. Empty before [`Step::finish`].
+    /// `[max(B, 1)]`: the keys that the sequences of each group share; 0 for unused
+    /// groups. Empty before [`Step::finish`].
     pub fn prefix_lens(&self) -> &[i32] {
         &self.prefixes.lens
     }
@@ -237,7 +237,7 @@ impl Step {
         TableLayout { sequences, max_blocks }
     }
 
-    /// All tables in one buffer, as [`Step::table_layout`] says: what one copy brings to a device.
+    /// All tables in one buffer, by [`Step::table_layout`], for one copy to a device.
     /// Empty before [`Step::finish`].
     pub fn packed(&self) -> &[i32] {
         &self.packed

@@ -128,13 +128,13 @@ fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
         &attention.cu_seqlens_k,
         &attention.block_table,
     ];
-    let alike = vectors.iter().all(|vector| vector.is_none());
+    let same_lengths = vectors.iter().all(|vector| vector.is_none());
     // Without `kv_lens` all sequences are equally long, so one check does: an empty view may have
     // 2^31 sequences.
-    if alike && problem.batch > 0 {
+    if same_lengths && problem.batch > 0 {
         (longest_query, longest_kv) = (problem.query_len, problem.kv_len);
     }
-    for index in 0..if alike { 0 } else { problem.batch } {
+    for index in 0..if same_lengths { 0 } else { problem.batch } {
         // Lengths first: `sequence` trusts them.
         let capacity = match (&attention.cu_seqlens_k, problem.keys) {
             (Some(cumulative), _) => span(cumulative.as_slice().expect("checked above"), index).1,

@@ -56,7 +56,7 @@ impl<M: Memory> Inputs<'_, M> {
         if count == 0 {
             return Err(Error::argument("prefix_lens", "empty", "one length a group, 1 at least"));
         }
-        expect_int_vector("prefix_lens", lens, count, "one a group")
+        expect_int_vector("prefix_lens", lens, count, "one per group")
     }
 }
 

@@ -1,5 +1,6 @@
 //! Selection: lists of the keys that rows attend to.
 
+use super::key_shape::KeyShape;
 use super::{Inputs, KeyLists, KvStorage, MAX_LEN, Problem, Sequence};
 use crate::dtype::DType;
 use crate::error::Error;
@@ -96,13 +97,13 @@ impl<M: Memory> Inputs<'_, M> {
         self.k.shape()[0].saturating_mul(self.k.shape()[1]).min(MAX_LEN)
     }
 
-    /// The storage of keys whose physical slots are listed, and the maximum that a row walks.
-    pub(super) fn slot_storage(&self) -> Result<(KvStorage, usize), Error> {
+    /// Keys whose physical slots are listed: a row walks at most as many as a list has entries.
+    pub(super) fn slot_keys(&self) -> Result<KeyShape, Error> {
         let why = "[blocks, block_size, Hkv, D], because indices_are_slots is set";
         expect_rank("k", self.k.shape(), 4, why)?;
         one_of("block_size", self.k.shape()[1], 1..MAX_LEN + 1)?;
-        let len = self.key_lists().map_or(0, |lists| lists.len);
-        Ok((KvStorage::Paged { block_size: self.k.shape()[1] }, len))
+        let max_len = self.key_lists().map_or(0, |lists| lists.len);
+        Ok(KeyShape { storage: KvStorage::Paged { block_size: self.k.shape()[1] }, max_len })
     }
 
     /// Physical slots have no positions and belong to no sequence.

@@ -1,6 +1,7 @@
 //! Checks of shapes, types and strides, for operands in any memory, before their contents are read.
 
 use super::contents::{check_contents, is_within_factor_bound, longest};
+use super::key_shape::KeyShape;
 use super::{CACHE_DTYPES, Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
 use crate::dtype::DType;
 use crate::error::Error;
@@ -13,128 +14,37 @@ use crate::positions::{KeyOffset, MAX_KEY_STRIDE};
 use crate::tensor::Tensor;
 use crate::variant::QueryOffset;
 
+/// Sequences and query tokens, by the shapes of `q` and `cu_seqlens_q`.
+struct QueryShape {
+    batch: usize,
+    storage: QueryStorage,
+    /// Query tokens of the longest sequence.
+    max_len: usize,
+}
+
 impl<M: Memory> Inputs<'_, M> {
     /// The problem that these inputs pose, once they have been checked.
     pub(crate) fn problem(&self, out_dtype: DType, lse: bool) -> Result<Problem, Error> {
         let Inputs { q, k, v, attention } = self;
-        let floats = [DType::F32, DType::F16, DType::BF16];
-        expect_dtype("q", q.dtype(), &floats)?;
-        expect_dtype("k", k.dtype(), &CACHE_DTYPES)?;
-        expect_dtype("v", v.dtype(), &CACHE_DTYPES)?;
-        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-            expect_unit_stride(name, tensor.shape(), tensor.strides())?;
-            if tensor.rank() == 0 || tensor.shape().last() == Some(&0) {
-                return Err(Error::argument(
-                    name,
-                    format!("of shape {:?}", tensor.shape()),
-                    "a head dim of 1..=576".to_string(),
-                ));
-            }
-        }
-
-        // Queries.
-        let (batch, queries, query_len) = match &attention.cu_seqlens_q {
-            Some(cumulative) => {
-                expect_rank("q", q.shape(), 3, "[total, Hq, D], because cu_seqlens_q is given")?;
-                one_of("query rows", q.shape()[0], 0..MAX_LEN + 1)?;
-                let entries = cumulative.shape().first().copied().unwrap_or(0);
-                if entries == 0 {
-                    return Err(Error::argument(
-                        "cu_seqlens_q",
-                        "empty",
-                        "one entry more than there are sequences",
-                    ));
-                }
-                expect_int_vector("cu_seqlens_q", cumulative, entries, "one more than sequences")?;
-                let longest = longest("cu_seqlens_q", cumulative, q.shape()[0])?;
-                (entries - 1, QueryStorage::Ragged { total: q.shape()[0] }, longest)
-            }
-            None => {
-                expect_rank("q", q.shape(), 4, "[B, Lq, Hq, D] (or give cu_seqlens_q)")?;
-                (q.shape()[0], QueryStorage::Batched, q.shape()[1])
-            }
-        };
-        one_of("batch", batch, 0..MAX_LEN + 1)?;
+        self.check_types()?;
+        let queries = self.query_shape()?;
+        one_of("batch", queries.batch, 0..MAX_LEN + 1)?;
         let &[query_heads, head_dim] = &q.shape()[q.rank() - 2..] else {
             unreachable!("q has 3 or 4 dimensions")
         };
-
-        // Keys and values.
-        self.check_slots_stand_alone()?;
-        if let (Some(table), Some(_)) = (&attention.block_table, &attention.cu_seqlens_k) {
-            return Err(Error::argument(
-                "cu_seqlens_k",
-                format!("given together with a block table of shape {:?}", table.shape()),
-                "one of the two: paged keys take their lengths from kv_lens",
-            ));
-        }
-        let (keys, capacity) = match (&attention.block_table, &attention.cu_seqlens_k) {
-            (Some(table), _) => {
-                expect_rank(
-                    "k",
-                    k.shape(),
-                    4,
-                    "[blocks, block_size, Hkv, D], because block_table is given",
-                )?;
-                expect_rank("block_table", table.shape(), 2, "[B, max_blocks]")?;
-                expect_dtype("block_table", table.dtype(), &[DType::I32])?;
-                expect_unit_stride("block_table", table.shape(), table.strides())?;
-                expect_shape("block_table", &table.shape()[..1], &[batch], "one row per sequence")?;
-                one_of("block_size", k.shape()[1], 1..MAX_LEN + 1)?;
-                if attention.kv_lens.is_none() {
-                    return Err(Error::argument(
-                        "kv_lens",
-                        "missing",
-                        "[B] i32, because block_table is given",
-                    ));
-                }
-                let capacity = table.shape()[1].saturating_mul(k.shape()[1]).min(MAX_LEN);
-                (KvStorage::Paged { block_size: k.shape()[1] }, capacity)
-            }
-            (None, Some(cumulative)) => {
-                expect_rank("k", k.shape(), 3, "[total, Hkv, D], because cu_seqlens_k is given")?;
-                one_of("key rows", k.shape()[0], 0..MAX_LEN + 1)?;
-                expect_int_vector(
-                    "cu_seqlens_k",
-                    cumulative,
-                    batch + 1,
-                    "one more than sequences",
-                )?;
-                (KvStorage::Ragged, longest("cu_seqlens_k", cumulative, k.shape()[0])?)
-            }
-            (None, None) if attention.indices_are_slots => self.slot_storage()?,
-            (None, None) => {
-                expect_rank(
-                    "k",
-                    k.shape(),
-                    4,
-                    "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)",
-                )?;
-                expect_shape("k", &k.shape()[..1], &[batch], "one entry per sequence, as q has")?;
-                (KvStorage::Batched, k.shape()[1])
-            }
-        };
-        expect_rank("v", v.shape(), k.rank(), "as k has")?;
+        let keys = self.key_shape(queries.batch)?;
+        self.check_keys_match(head_dim)?;
         let last = k.rank() - 1;
-        expect_shape("v", &v.shape()[..last], &k.shape()[..last], "as k has, but for the last")?;
-        let stored_head_dim = k.shape()[last].saturating_mul(k.dtype().values());
-        if stored_head_dim != head_dim {
-            return Err(Error::argument(
-                "k",
-                format!("of head dim {stored_head_dim}"),
-                format!("{head_dim}, as q has"),
-            ));
-        }
         let mut problem = Problem {
-            batch,
+            batch: queries.batch,
             query_heads,
             kv_heads: k.shape()[last - 1],
             head_dim,
             value_dim: v.shape()[last].saturating_mul(v.dtype().values()),
-            query_len,
-            kv_len: capacity,
-            queries,
-            keys,
+            query_len: queries.max_len,
+            kv_len: keys.max_len,
+            queries: queries.storage,
+            keys: keys.storage,
             dtype: q.dtype(),
             key_dtype: k.dtype(),
             value_dtype: v.dtype(),
@@ -164,6 +74,113 @@ impl<M: Memory> Inputs<'_, M> {
         Ok(problem)
     }
 
+    /// Types and innermost strides of queries, keys and values.
+    fn check_types(&self) -> Result<(), Error> {
+        let Inputs { q, k, v, .. } = self;
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        expect_dtype("q", q.dtype(), &floats)?;
+        expect_dtype("k", k.dtype(), &CACHE_DTYPES)?;
+        expect_dtype("v", v.dtype(), &CACHE_DTYPES)?;
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            expect_unit_stride(name, tensor.shape(), tensor.strides())?;
+            if tensor.rank() == 0 || tensor.shape().last() == Some(&0) {
+                return Err(Error::argument(
+                    name,
+                    format!("of shape {:?}", tensor.shape()),
+                    "a head dim of 1..=576".to_string(),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Batched or ragged queries.
+    fn query_shape(&self) -> Result<QueryShape, Error> {
+        let q = &self.q;
+        let Some(cumulative) = &self.attention.cu_seqlens_q else {
+            expect_rank("q", q.shape(), 4, "[B, Lq, Hq, D] (or give cu_seqlens_q)")?;
+            let (batch, max_len) = (q.shape()[0], q.shape()[1]);
+            return Ok(QueryShape { batch, storage: QueryStorage::Batched, max_len });
+        };
+        expect_rank("q", q.shape(), 3, "[total, Hq, D], because cu_seqlens_q is given")?;
+        let total = q.shape()[0];
+        one_of("query rows", total, 0..MAX_LEN + 1)?;
+        let entries = cumulative.shape().first().copied().unwrap_or(0);
+        if entries == 0 {
+            let allowed = "one entry more than there are sequences";
+            return Err(Error::argument("cu_seqlens_q", "empty", allowed));
+        }
+        expect_int_vector("cu_seqlens_q", cumulative, entries, "one more than sequences")?;
+        let max_len = longest("cu_seqlens_q", cumulative, total)?;
+        Ok(QueryShape { batch: entries - 1, storage: QueryStorage::Ragged { total }, max_len })
+    }
+
+    /// Paged, ragged or batched keys, or the slots of key lists.
+    fn key_shape(&self, batch: usize) -> Result<KeyShape, Error> {
+        let Inputs { k, attention, .. } = self;
+        self.check_slots_stand_alone()?;
+        match (&attention.block_table, &attention.cu_seqlens_k) {
+            (Some(table), Some(_)) => Err(Error::argument(
+                "cu_seqlens_k",
+                format!("given together with a block table of shape {:?}", table.shape()),
+                "one of the two: paged keys take their lengths from kv_lens",
+            )),
+            (Some(table), None) => self.paged_keys(table, batch),
+            (None, Some(cumulative)) => {
+                expect_rank("k", k.shape(), 3, "[total, Hkv, D], because cu_seqlens_k is given")?;
+                one_of("key rows", k.shape()[0], 0..MAX_LEN + 1)?;
+                let entries = batch + 1;
+                expect_int_vector("cu_seqlens_k", cumulative, entries, "one more than sequences")?;
+                let max_len = longest("cu_seqlens_k", cumulative, k.shape()[0])?;
+                Ok(KeyShape { storage: KvStorage::Ragged, max_len })
+            }
+            (None, None) if attention.indices_are_slots => self.slot_keys(),
+            (None, None) => {
+                let allowed = "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)";
+                expect_rank("k", k.shape(), 4, allowed)?;
+                expect_shape("k", &k.shape()[..1], &[batch], "one entry per sequence, as q has")?;
+                Ok(KeyShape { storage: KvStorage::Batched, max_len: k.shape()[1] })
+            }
+        }
+    }
+
+    /// Keys in the pages that a block table names.
+    fn paged_keys(&self, table: &Tensor<M>, batch: usize) -> Result<KeyShape, Error> {
+        let k = &self.k;
+        let allowed = "[blocks, block_size, Hkv, D], because block_table is given";
+        expect_rank("k", k.shape(), 4, allowed)?;
+        expect_rank("block_table", table.shape(), 2, "[B, max_blocks]")?;
+        expect_dtype("block_table", table.dtype(), &[DType::I32])?;
+        expect_unit_stride("block_table", table.shape(), table.strides())?;
+        expect_shape("block_table", &table.shape()[..1], &[batch], "one row per sequence")?;
+        let block_size = k.shape()[1];
+        one_of("block_size", block_size, 1..MAX_LEN + 1)?;
+        if self.attention.kv_lens.is_none() {
+            let allowed = "[B] i32, because block_table is given";
+            return Err(Error::argument("kv_lens", "missing", allowed));
+        }
+        let max_len = table.shape()[1].saturating_mul(block_size).min(MAX_LEN);
+        Ok(KeyShape { storage: KvStorage::Paged { block_size }, max_len })
+    }
+
+    /// Checks that values have the shape of the keys, and keys the head dim of the queries.
+    fn check_keys_match(&self, head_dim: usize) -> Result<(), Error> {
+        let Inputs { k, v, .. } = self;
+        expect_rank("v", v.shape(), k.rank(), "as k has")?;
+        let last = k.rank() - 1;
+        expect_shape("v", &v.shape()[..last], &k.shape()[..last], "as k has, but for the last")?;
+        let stored_head_dim = k.shape()[last].saturating_mul(k.dtype().values());
+        if stored_head_dim != head_dim {
+            return Err(Error::argument(
+                "k",
+                format!("of head dim {stored_head_dim}"),
+                format!("{head_dim}, as q has"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Numbers and tensors that change scores.
     fn check_variant(&self, problem: &Problem) -> Result<(), Error> {
         let attention = &self.attention;
         if let Some(scale) = attention.scale
@@ -186,9 +203,15 @@ impl<M: Memory> Inputs<'_, M> {
         {
             let Some(tensor) = tensor else { continue };
             expect_dtype(name, tensor.dtype(), &[DType::F32])?;
-            expect_shape(name, tensor.shape(), &[problem.query_heads], "one a query head")?;
+            expect_shape(name, tensor.shape(), &[problem.query_heads], "one per query head")?;
             expect_unit_stride(name, tensor.shape(), tensor.strides())?;
         }
+        self.check_mask_shapes(problem)
+    }
+
+    /// The shapes of a mask and of a tree mask.
+    fn check_mask_shapes(&self, problem: &Problem) -> Result<(), Error> {
+        let attention = &self.attention;
         if let Some(mask) = &attention.mask {
             expect_rank("mask", mask.shape(), 4, "[B, Hq, Lq, Lk], any of them 1")?;
             expect_unit_stride("mask", mask.shape(), mask.strides())?;
@@ -240,8 +263,8 @@ impl<M: Memory> Inputs<'_, M> {
         }
     }
 
-    /// Lengths that cannot be read here are bounded by everything that has a place for each of
-    /// them.
+    /// Lengths that cannot be read here are bounded by every operand with a dimension of queries or
+    /// keys.
     fn bound_lengths(&self, problem: &mut Problem) {
         let dimension =
             |tensor: &Option<Tensor<M>>, i: usize| tensor.as_ref()?.shape().get(i).copied();
@@ -296,7 +319,7 @@ fn expect_position(argument: &str, position: i64) -> Result<(), Error> {
     }
 }
 
-/// Scales: given for codes and for nothing else, of the shape of what they scale.
+/// Checks scales: given for codes and for nothing else, of the shape of the codes.
 fn check_scales<M: Memory>(
     argument: &str,
     (scaled, codes): (&str, &Tensor<M>),

@@ -56,7 +56,7 @@ impl<'a, M: Memory> Inputs<'a, M> {
         self.v.shape().last().map_or(0, |last| last.saturating_mul(self.v.dtype().values()))
     }
 
-    /// Whether values are said to be a part of the keys, and are.
+    /// Whether `Attention::values` makes values a part of the keys, and they are.
     pub(super) fn has_key_prefix(&self) -> bool {
         self.attention.values == Values::KeyPrefix && self.v.is_prefix_of(&self.k)
     }
@@ -69,7 +69,7 @@ impl<'a, M: Memory> Inputs<'a, M> {
             && attention.k_scales.as_ref().zip(attention.v_scales.as_ref()).is_some_and(same)
     }
 
-    /// Checks values that are said to be a part of the keys, and their scales.
+    /// Checks values that should be a part of the keys, and their scales.
     pub(super) fn check_values(&self) -> Result<(), Error> {
         let Inputs { k, v, attention, .. } = self;
         if attention.values == Values::Separate {

@@ -48,16 +48,16 @@ impl<M: Memory> Tensor<'_, M> {
 
     /// Whether this is a [prefix](Tensor::prefix) of `whole`: the same memory, type, strides and
     /// shape, but for the last dimension, which may be shorter.
-    pub(crate) fn is_prefix_of(&self, whole: &Self) -> bool {
+    pub(crate) fn is_prefix_of(&self, other: &Self) -> bool {
         let Some(last) = self.rank().checked_sub(1) else { return false };
         let same_stride = |i: usize| {
-            self.strides()[i] == whole.strides()[i] || whole.shape()[i] <= 1 || i == last
+            self.strides()[i] == other.strides()[i] || other.shape()[i] <= 1 || i == last
         };
-        self.dtype() == whole.dtype()
-            && self.rank() == whole.rank()
-            && self.address() == whole.address()
-            && self.shape()[..last] == whole.shape()[..last]
-            && self.shape()[last] <= whole.shape()[last]
+        self.dtype() == other.dtype()
+            && self.rank() == other.rank()
+            && self.address() == other.address()
+            && self.shape()[..last] == other.shape()[..last]
+            && self.shape()[last] <= other.shape()[last]
             && (0..=last).all(same_stride)
     }
 }

@@ -26,7 +26,7 @@ struct Arguments {
     /// Tokens of the text
     #[arg(long, value_name = "N", default_value_t = 2000)]
     tokens: usize,
-    /// Questions, one a line
+    /// Questions, one per line
     #[arg(long, value_name = "FILE")]
     prompts: PathBuf,
     /// Tokens of an answer

@@ -113,6 +113,13 @@ fn rotary_table(dims: usize) -> Result<Array, Error> {
     Array::new(Data::from_numbers(DType::F32, rotations), &[POSITIONS, dims])
 }
 
+/// Numbers of queries and pools, on the host.
+struct Expected {
+    query: Vec<f64>,
+    keys: Vec<f64>,
+    values: Vec<f64>,
+}
+
 impl Trial {
     fn pool_shape(&self, dim: usize) -> [usize; 4] {
         let heads = self.heads[0];
@@ -135,20 +142,19 @@ impl Trial {
         let stream = runner.stream().clone();
         let [heads, query_heads] = self.heads;
         let [key_dim, value_dim] = self.dims;
-        let sequences = if self.ragged { RAGGED } else { EVEN };
+        let sequences = self.sequences();
         let tokens: usize = sequences.iter().map(|(new, _)| new).sum();
         let (key, key_numbers) = numbers(self.dtype, &[tokens, heads, key_dim], 1)?;
         let (value, value_numbers) = numbers(self.dtype, &[tokens, heads, value_dim], 2)?;
         let (mut query, query_numbers) = numbers(self.dtype, &[tokens, query_heads, key_dim], 3)?;
         let pools = [key_dim, value_dim].map(|dim| self.pool_shape(dim));
-        let (mut keys, mut expected_keys) = numbers(self.dtype, &pools[0], 4)?;
-        let (mut values, mut expected_values) = numbers(self.dtype, &pools[1], 5)?;
+        let (mut keys, expected_keys) = numbers(self.dtype, &pools[0], 4)?;
+        let (mut values, expected_values) = numbers(self.dtype, &pools[1], 5)?;
         let table = block_table()?;
         let lens = ints(sequences.iter().map(|&(_, len)| len), &[4])?;
         let starts = starts(&sequences);
         let cumulative = ints(starts.iter().copied(), &[5])?;
-        let rotary_dim = self.rotary.map_or(2, |(dims, _)| dims);
-        let rotations = rotary_table(rotary_dim)?;
+        let rotations = rotary_table(self.rotary_dim())?;
 
         // On the GPU.
         let up = |array: &Array| Mirror::new(&array.view()?, &stream);
@@ -184,34 +190,52 @@ impl Trial {
         device_values.download(&mut values.view_mut()?, &stream)?;
         device_query.download(&mut query.view_mut()?, &stream)?;
 
-        // Here.
-        let angle = |position: usize, pair: usize| angle(position, pair, rotary_dim);
-        let mut expected_query = query_numbers;
+        let mut expected =
+            Expected { query: query_numbers, keys: expected_keys, values: expected_values };
+        self.append_on_host(&mut expected, &key_numbers, &value_numbers);
+        self.compare("keys", &keys.numbers()?, &expected.keys, self.rotary.is_some())?;
+        self.compare("values", &values.numbers()?, &expected.values, false)?;
+        self.compare("queries", &query.numbers()?, &expected.query, self.rotary.is_some())
+    }
+
+    /// New tokens and all tokens of each sequence.
+    fn sequences(&self) -> [(usize, usize); 4] {
+        if self.ragged { RAGGED } else { EVEN }
+    }
+
+    fn rotary_dim(&self) -> usize {
+        self.rotary.map_or(2, |(dims, _)| dims)
+    }
+
+    /// What the pools and queries should hold after the append.
+    fn append_on_host(&self, expected: &mut Expected, new_keys: &[f64], new_values: &[f64]) {
+        let [heads, query_heads] = self.heads;
+        let [key_dim, value_dim] = self.dims;
+        let sequences = self.sequences();
+        let starts = starts(&sequences);
+        let angle = |position: usize, pair: usize| angle(position, pair, self.rotary_dim());
         for (sequence, &(new, len)) in sequences.iter().enumerate() {
             for i in 0..new {
                 let (token, row) = (len - new + i, starts[sequence] + i);
                 let (block, slot) = (block_of(sequence, token / BLOCK_SIZE), token % BLOCK_SIZE);
                 for head in 0..heads {
                     let from = (row * heads + head) * key_dim;
-                    let mut vector = key_numbers[from..from + key_dim].to_vec();
+                    let mut vector = new_keys[from..from + key_dim].to_vec();
                     self.rotate(&mut vector, |pair| angle(token, pair));
                     let to = self.place(block, slot, head, key_dim);
-                    expected_keys[to..to + key_dim].copy_from_slice(&vector);
+                    expected.keys[to..to + key_dim].copy_from_slice(&vector);
                     if !self.latent {
-                        let new = &value_numbers[(row * heads + head) * value_dim..][..value_dim];
+                        let new = &new_values[(row * heads + head) * value_dim..][..value_dim];
                         let to = self.place(block, slot, head, value_dim);
-                        expected_values[to..to + value_dim].copy_from_slice(new);
+                        expected.values[to..to + value_dim].copy_from_slice(new);
                     }
                 }
-                let queries = &mut expected_query[row * query_heads * key_dim..];
+                let queries = &mut expected.query[row * query_heads * key_dim..];
                 for vector in queries.chunks_mut(key_dim).take(query_heads) {
                     self.rotate(vector, |pair| angle(token, pair));
                 }
             }
         }
-        self.compare("keys", &keys.numbers()?, &expected_keys, self.rotary.is_some())?;
-        self.compare("values", &values.numbers()?, &expected_values, false)?;
-        self.compare("queries", &query.numbers()?, &expected_query, self.rotary.is_some())
     }
 
     fn run(&self, runner: &Runner, mut append: Append) -> Result<(), Error> {

@@ -164,6 +164,22 @@ fn far_pages_of(
     Ok(Ok((verdict.agreement.rows, pool_bytes as f64 / 1e9)))
 }
 
+/// Plans and runs operands in the GPU's memory, and waits.
+fn run_on_gpu(
+    runner: &Runner,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &mut Outputs<DeviceMemory>,
+) -> Result<(), Error> {
+    let stream = runner.stream();
+    let plan = runner.gpu().plan(inputs, outputs)?;
+    let workspace = Workspace::new(plan.workspace_bytes(), stream)?;
+    // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
+    unsafe {
+        runner.gpu().run_raw(&plan, stream.cu_stream(), inputs, outputs, workspace.raw())?;
+    }
+    workspace.check(stream)
+}
+
 /// Runs a case with keys and values that are elsewhere and a table of `device_case`; the host's
 /// side is that of `host_case`.
 fn run_with(
@@ -186,20 +202,7 @@ fn run_with(
         let out = MirrorMut::new(&mut outputs.out, &stream)?;
         let lse = MirrorMut::new(outputs.lse.as_mut().expect("cases ask for it"), &stream)?;
         let mut device_outputs = Outputs { out: out.view(), lse: Some(lse.view()) };
-        let plan = runner.gpu().plan(&inputs, &device_outputs)?;
-        let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
-        let address = workspace.address_and_bytes();
-        // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
-        unsafe {
-            runner.gpu().run_raw(
-                &plan,
-                stream.cu_stream(),
-                &inputs,
-                &mut device_outputs,
-                address,
-            )?;
-        }
-        workspace.check(&stream)?;
+        run_on_gpu(runner, &inputs, &mut device_outputs)?;
         out.download(&mut outputs.out, &stream)?;
         lse.download(outputs.lse.as_mut().expect("as above"), &stream)
     })
@@ -330,20 +333,7 @@ fn far_dimension(
             )
         }?;
         let mut device_outputs = Outputs { out: out_view, lse: Some(lse.view()) };
-        let plan = runner.gpu().plan(&inputs, &device_outputs)?;
-        let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
-        let address = workspace.address_and_bytes();
-        // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
-        unsafe {
-            runner.gpu().run_raw(
-                &plan,
-                stream.cu_stream(),
-                &inputs,
-                &mut device_outputs,
-                address,
-            )?;
-        }
-        workspace.check(&stream)?;
+        run_on_gpu(runner, &inputs, &mut device_outputs)?;
         lse.download(outputs.lse.as_mut().expect("as above"), &stream)?;
         let to = outputs.out.as_mut_ptr();
         for entry in 0..out.shape[0] {

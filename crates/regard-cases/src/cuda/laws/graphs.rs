@@ -7,7 +7,7 @@ use crate::cuda::{Runner, Uploaded, Workspace};
 use crate::{Array, Case, Keys, OffsetSpec, Spec};
 use regard::cuda::cudarc::driver::CudaGraph;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use regard::cuda::{DeviceMemory, driver_error};
+use regard::cuda::{DeviceMemory, RawWorkspace, driver_error};
 use regard::{DType, Error, Inputs, KeyOffset, KeyPositions, Outputs, Plan, QueryOffset, Window};
 
 /// Captures one run.
@@ -16,7 +16,7 @@ fn capture(
     plan: &Plan,
     inputs: &Inputs<DeviceMemory>,
     outputs: &mut Outputs<DeviceMemory>,
-    workspace: (u64, usize),
+    workspace: RawWorkspace,
 ) -> Result<CudaGraph, Error> {
     let stream = runner.stream();
     let doing = |error| driver_error("capturing a graph", error);
@@ -54,8 +54,7 @@ fn replay(
         let mut outputs = Outputs { out: out.view(), lse: Some(lse.view()) };
         let plan = runner.gpu().plan(&inputs, &outputs)?;
         let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
-        let address = workspace.address_and_bytes();
-        (capture(runner, &plan, &inputs, &mut outputs, address)?, workspace)
+        (capture(runner, &plan, &inputs, &mut outputs, workspace.raw())?, workspace)
     };
     for (i, case) in replays.iter().enumerate() {
         let inputs = case.inputs()?;

@@ -3,7 +3,9 @@
 use super::{Broken, expect};
 use crate::cuda::Runner;
 use half::bf16;
-use regard::cuda::{DeviceMemory, DeviceView, DeviceViewMut, Gpu, Workspace, driver_error};
+use regard::cuda::{
+    DeviceMemory, DeviceView, DeviceViewMut, Gpu, RawWorkspace, Workspace, driver_error,
+};
 use regard::oracle::Judge;
 use regard::{Attention, DType, Error, Inputs, Machine, Outputs, Plan, Tensor, TensorMut};
 
@@ -21,13 +23,13 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
     let (gpu, stream) = (runner.gpu(), runner.stream());
     let doing = |error| Broken::from(driver_error("copying", error));
     let lengths = [(1, 5000), (40, 300), (1, 17), (1, 5000), (8, 2048)];
-    let mut most = 0;
+    let mut max_bytes = 0;
     for (q_len, kv_len) in lengths {
         let problem = problem(q_len, kv_len);
-        most = most.max(Plan::new(&problem, gpu.machine())?.workspace_bytes());
+        max_bytes = max_bytes.max(Plan::new(&problem, gpu.machine())?.workspace_bytes());
     }
     // SAFETY: a workspace may hold anything.
-    let memory = unsafe { stream.alloc::<u8>(most) }.map_err(doing)?;
+    let memory = unsafe { stream.alloc::<u8>(max_bytes) }.map_err(doing)?;
     let mut workspace = Workspace::new(memory, stream)?;
     for (q_len, kv_len) in lengths {
         let (q, k, v) = (
@@ -70,7 +72,7 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
             .check(&Tensor::from_slice(&out, &q_shape, None)?, None)
             .map_err(|mismatch| Broken(format!("{q_len} x {kv_len}: {mismatch}")))?;
     }
-    Ok(format!("{} problems over one workspace of {most} bytes", lengths.len()))
+    Ok(format!("{} problems over one workspace of {max_bytes} bytes", lengths.len()))
 }
 
 fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
@@ -141,13 +143,14 @@ pub fn refusals(runner: &mut Runner) -> Result<String, Broken> {
             stream.cu_stream(),
             &inputs,
             &mut outputs,
-            (address, plan.workspace_bytes()),
+            RawWorkspace { address, bytes: plan.workspace_bytes() },
         )
     };
     expect_refused("a workspace in the queries", run, "memory shared with `q`")?;
     // SAFETY: as above.
     let run = unsafe {
-        gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, (8, plan.workspace_bytes()))
+        let workspace = RawWorkspace { address: 8, bytes: plan.workspace_bytes() };
+        gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, workspace)
     };
     expect_refused("a workspace that is not aligned", run, "a multiple of")?;
 

@@ -209,14 +209,14 @@ pub fn plan_for_more(runner: &mut Runner) -> Result<String, Broken> {
         let output = case.run(|inputs, outputs| {
             let found = Problem::from_operands(inputs, outputs)?;
             let run = runner.run_planned(inputs, outputs, 1, |gpu, _, _| {
-                let mut most = found.clone();
-                most.batch += 3;
-                most.query_len = most.query_len * 2 + 5;
-                most.kv_len = most.kv_len * 3 + 700;
-                if let QueryStorage::Ragged { total } = &mut most.queries {
-                    *total = *total * 2 + most.query_len;
+                let mut larger = found.clone();
+                larger.batch += 3;
+                larger.query_len = larger.query_len * 2 + 5;
+                larger.kv_len = larger.kv_len * 3 + 700;
+                if let QueryStorage::Ragged { total } = &mut larger.queries {
+                    *total = *total * 2 + larger.query_len;
                 }
-                Plan::new(&most, gpu.machine())
+                Plan::new(&larger, gpu.machine())
             });
             run.map(|_| ())
         });

@@ -124,10 +124,10 @@ impl Trial {
         let (found, found_lse) = (out.numbers()?, out_lse.numbers()?);
         for row in 0..rows {
             let seen = || (0..parts).filter(|k| weights[k * rows + row] != f64::NEG_INFINITY);
-            let most = seen().map(|k| weights[k * rows + row]).fold(f64::NEG_INFINITY, f64::max);
-            let weight = |k: usize| (weights[k * rows + row] - most).exp();
+            let max = seen().map(|k| weights[k * rows + row]).fold(f64::NEG_INFINITY, f64::max);
+            let weight = |k: usize| (weights[k * rows + row] - max).exp();
             let sum: f64 = seen().map(weight).sum();
-            let expected_lse = if sum > 0.0 { most + sum.ln() } else { f64::NEG_INFINITY };
+            let expected_lse = if sum > 0.0 { max + sum.ln() } else { f64::NEG_INFINITY };
             if lse {
                 let scale = expected_lse.abs().max(1.0);
                 expect(self.is_close(found_lse[row], expected_lse, scale, DType::F32), || {
@@ -135,7 +135,7 @@ impl Trial {
                 })?;
             } else {
                 expect(found_lse[row].is_nan(), || {
-                    "a log-sum-exp that nobody asked for was written".into()
+                    "a log-sum-exp was written, but not asked for".into()
                 })?;
             }
             for i in 0..dim {
@@ -165,7 +165,7 @@ fn shards_of_a_cache(runner: &mut Runner, layout: KeyLayout, count: usize) -> Re
     let k = numbers(DType::F32, &[batch, KEYS, KV_HEADS, dim], 6)?;
     let v = numbers(DType::F32, &[batch, KEYS, KV_HEADS, dim], 7)?;
     let slopes = numbers(DType::F32, &[heads], 8)?;
-    let whole = Attention {
+    let all_keys = Attention {
         causal: true,
         window: Window { left: Some(550), right: None },
         alibi_slopes: Some(slopes.view()?),
@@ -189,7 +189,7 @@ fn shards_of_a_cache(runner: &mut Runner, layout: KeyLayout, count: usize) -> Re
         };
         let (k, v) = (of(&k)?, of(&v)?);
         let (mut out, mut lse) = (vec![0f32; rows * dim], vec![0f32; rows]);
-        let attention = Attention { key_positions: Some(shard.key_positions(KEYS)?), ..whole };
+        let attention = Attention { key_positions: Some(shard.key_positions(KEYS)?), ..all_keys };
         let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, attention);
         let mut outputs = Outputs {
             out: TensorMut::from_slice(&mut out, &SHAPE, None)?,
@@ -216,7 +216,7 @@ fn shards_of_a_cache(runner: &mut Runner, layout: KeyLayout, count: usize) -> Re
     runner.gpu().merge(&stream, &mut merge)?;
     device_out.download(&mut TensorMut::from_slice(&mut out, &SHAPE, None)?, &stream)?;
     device_lse.download(&mut TensorMut::from_slice(&mut lse, &SHAPE[..3], None)?, &stream)?;
-    let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, whole);
+    let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, all_keys);
     Judge::new(&inputs, DType::F32)?
         .check(
             &Tensor::from_slice(&out, &SHAPE, None)?,

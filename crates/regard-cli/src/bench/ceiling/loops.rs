@@ -235,16 +235,16 @@ mod x86 {
     pub unsafe fn tiles(rounds: u64) -> f32 {
         #[repr(align(64))]
         struct Configuration([u8; 64]);
-        let mut whole = Configuration([0; 64]);
-        whole.0[0] = 1;
+        let mut configuration = Configuration([0; 64]);
+        configuration.0[0] = 1;
         for tile in 0..8 {
-            whole.0[16 + 2 * tile] = 64;
-            whole.0[48 + tile] = 16;
+            configuration.0[16 + 2 * tile] = 64;
+            configuration.0[48 + tile] = 16;
         }
         // SAFETY: the loop was found where AMX is; the configuration is that of eight whole tiles.
         unsafe {
             asm!(
-                "ldtilecfg [{whole}]",
+                "ldtilecfg [{configuration}]",
                 "2:",
                 "tdpbf16ps tmm0, tmm4, tmm6",
                 "tdpbf16ps tmm1, tmm4, tmm7",
@@ -253,7 +253,7 @@ mod x86 {
                 "dec {rounds}",
                 "jnz 2b",
                 "tilerelease",
-                whole = in(reg) whole.0.as_ptr(),
+                configuration = in(reg) configuration.0.as_ptr(),
                 rounds = inout(reg) rounds.max(1) => _,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                 out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,

@@ -179,7 +179,7 @@ impl OnGpu {
     fn run_once(&self, bench: &Bench, on: &Uploaded) -> Result<(), Error> {
         let mut views =
             Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
-        let workspace = self.workspace.address_and_bytes();
+        let workspace = self.workspace.raw();
         // SAFETY: the stream is of this GPU; operands, outputs and workspace live until it has been
         // waited for.
         unsafe {

@@ -5,7 +5,8 @@ use super::super::shapes::{Layout, MIXED, Target};
 use crate::models::query_lengths;
 use regard::format::BLOCK_VALUES;
 use regard::{
-    Attention, DType, Error, KeyOffset, KeyPositions, KvStorage, QueryOffset, QueryStorage, Values,
+    Attention, DType, Error, KeyOffset, KeyPositions, KvStorage, Problem, QueryOffset,
+    QueryStorage, Values,
 };
 use regard_cases::{Array, Case, Data, Granularity, KvLayout, Spec};
 
@@ -37,27 +38,10 @@ impl Operands {
         if problem.key_lists.is_some() {
             return Err(Error::argument("shape", "with list=N", "a shape without, on a GPU"));
         }
-        let noise = Noise::new(problem.dtype);
         let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
         let query_lens = query_lengths(problem, target.prompt_every);
-        let q = match ragged_queries {
-            true => {
-                let total = query_lens.iter().sum();
-                noise.array(1, &[total, problem.query_heads, problem.head_dim])?
-            }
-            false => {
-                let [batch, rows] = [problem.batch, problem.query_len];
-                let shape = [batch, rows, problem.query_heads, problem.head_dim];
-                noise.array(1, &in_order(shape, head_major))?
-            }
-        };
+        let q = queries(target, &query_lens)?;
         let Keys { k, mut v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target)?;
-        let groups = problem.prefix_groups;
-        let prefix_groups = (groups > 0).then(|| {
-            let group = |sequence: usize| (sequence % groups) as i32;
-            ints((0..problem.batch).map(group).collect(), &[problem.batch])
-        });
-        let prefix_lens = (groups > 0).then(|| ints(vec![target.shared as i32; groups], &[groups]));
         let has_own_values = problem.values == Values::Separate;
         if !has_own_values {
             v = k.prefix(problem.value_dim)?;
@@ -107,8 +91,8 @@ impl Operands {
                     cu_seqlens_q,
                     cu_seqlens_k,
                     block_table,
-                    prefix_groups: prefix_groups.transpose()?,
-                    prefix_lens: prefix_lens.transpose()?,
+                    prefix_groups: prefix_groups(problem)?,
+                    prefix_lens: prefix_lens(target)?,
                     k_scales,
                     v_scales,
                     values: problem.values,
@@ -126,6 +110,33 @@ impl Operands {
     pub fn case(&self) -> &Case {
         &self.case
     }
+}
+
+/// Queries, ragged or batched.
+fn queries(target: &Target, query_lens: &[usize]) -> Result<Array, Error> {
+    let problem = &target.problem;
+    let noise = Noise::new(problem.dtype);
+    if let QueryStorage::Ragged { .. } = problem.queries {
+        let total = query_lens.iter().sum();
+        return noise.array(1, &[total, problem.query_heads, problem.head_dim]);
+    }
+    let shape = [problem.batch, problem.query_len, problem.query_heads, problem.head_dim];
+    noise.array(1, &in_order(shape, target.layout == Layout::HeadMajor))
+}
+
+/// The prefix group of each sequence, in turn.
+fn prefix_groups(problem: &Problem) -> Result<Option<Array>, Error> {
+    let groups = problem.prefix_groups;
+    let group = |sequence: usize| (sequence % groups) as i32;
+    (groups > 0)
+        .then(|| ints((0..problem.batch).map(group).collect(), &[problem.batch]))
+        .transpose()
+}
+
+/// Keys per shared prefix.
+fn prefix_lens(target: &Target) -> Result<Option<Array>, Error> {
+    let groups = target.problem.prefix_groups;
+    (groups > 0).then(|| ints(vec![target.shared as i32; groups], &[groups])).transpose()
 }
 
 /// Keys and values, and where each sequence's are.

@@ -196,9 +196,9 @@ pub unsafe fn convert<V: Vector, F: Format, const PAIRED: bool>(
         let done = if PAIRED { 0 } else { F::load_groups::<V>(from, to.cast(), values) };
         let (from, to) = (from.add(done / F::VALUES), to.cast::<f32>().add(done).cast::<u8>());
         let values = values - done;
-        let whole = if F::VALUES > 1 { values } else { values / V::LANES * V::LANES };
-        F::convert_vectors::<V, PAIRED>(from, to, whole);
-        for i in whole..values {
+        let full = if F::VALUES > 1 { values } else { values / V::LANES * V::LANES };
+        F::convert_vectors::<V, PAIRED>(from, to, full);
+        for i in full..values {
             let value = F::value(from, i);
             match PAIRED {
                 true => to.cast::<bf16>().add(i).write(bf16::narrow(value)),

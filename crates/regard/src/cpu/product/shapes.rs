@@ -7,7 +7,7 @@ pub const ROWS: usize = 6;
 /// Widths of register tiles, in vectors. The widest of a level is its `TILE_VECTORS`.
 pub const WIDTHS: [usize; 3] = [1, 2, 4];
 
-/// Most query rows of one [`Dots`](super::dots::Dots).
+/// Maximum query rows of one [`Dots`](super::dots::Dots).
 pub const MAX_DOT_ROWS: usize = 8;
 
 /// One function per register tile: `[rows - 1][width index]`.

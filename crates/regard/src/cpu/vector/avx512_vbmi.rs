@@ -50,8 +50,8 @@ pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> us
         let low_second = _mm512_loadu_si512(low_bytes.as_ptr().add(64).cast());
         let order = _mm512_loadu_si512(TRANSPOSED_DWORDS.as_ptr().cast());
         let (sign, zero) = (_mm512_set1_epi8(i8::MIN), _mm512_setzero_si512());
-        let whole = count / 64 * 64;
-        for i in (0..whole).step_by(64) {
+        let full = count / 64 * 64;
+        for i in (0..full).step_by(64) {
             let codes = _mm512_loadu_si512(from.add(i).cast());
             let codes = _mm512_permutexvar_epi32(order, codes);
             let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
@@ -65,7 +65,7 @@ pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> us
                 _mm512_storeu_si512(to.add(16).cast(), _mm512_unpackhi_epi16(zero, words));
             }
         }
-        whole
+        full
     }
 }
 

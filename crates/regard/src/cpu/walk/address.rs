@@ -97,7 +97,7 @@ impl<'a> KeyAddresses<'a> {
 
     /// The scales of the sequence's keys (or values) `keys`, starting at key/value head `head`. A
     /// dimension of length 1 stands for all.
-    pub fn of_scales(
+    pub fn for_scales(
         inputs: &Inputs<'a>,
         scales: &Tensor<'a>,
         keys: &Tensor<'a>,
@@ -179,7 +179,7 @@ impl<'a> KeyAddresses<'a> {
     }
 
     /// Rows of one head in a tile whose first key is `tile_start`.
-    pub fn of_tile(data: *const u8, row_bytes: usize, tile_start: usize) -> KeyAddresses<'a> {
+    pub fn for_tile(data: *const u8, row_bytes: usize, tile_start: usize) -> KeyAddresses<'a> {
         KeyAddresses {
             data: data.wrapping_sub(tile_start.wrapping_mul(row_bytes)),
             key_bytes: row_bytes as i64,
@@ -201,7 +201,7 @@ impl<'a> KeyAddresses<'a> {
     }
 }
 
-/// Most tokens per block of [`HeadRows`].
+/// Maximum tokens per block of [`HeadRows`].
 pub const MAX_BLOCK_TOKENS: usize = 64;
 
 /// The K (or V) rows of several heads for the tokens of a tile.

@@ -89,7 +89,7 @@ impl<'a> Operand<'a> {
             None => std::ptr::null(),
         };
         let scales = scales.as_ref().map(|scales| {
-            let addresses = KeyAddresses::of_scales(call.inputs, scales, tensor, sequence, head);
+            let addresses = KeyAddresses::for_scales(call.inputs, scales, tensor, sequence, head);
             let addresses = addresses.listed(list);
             let constant = addresses.is_constant();
             if constant && !item.keys.is_empty() {

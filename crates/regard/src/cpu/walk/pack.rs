@@ -64,7 +64,7 @@ pub unsafe fn keys<V: Vector, E: Storage>(
             let width = panel_width::<V>(start, valid.end);
             let base = to.add(start * padded_depth(depth) + (group - start));
             let mut dim = 0;
-            let whole = valid.contains(&group) && group + V::LANES <= valid.end;
+            let full = valid.contains(&group) && group + V::LANES <= valid.end;
             let first = group.max(valid.start);
             let keys = first - valid.start..valid.end.min(group + V::LANES) - valid.start;
             let mut key_rows = [std::ptr::null(); 16];
@@ -72,7 +72,7 @@ pub unsafe fn keys<V: Vector, E: Storage>(
             while dim < depth {
                 let dims = (depth - dim).min(V::LANES);
                 let to = base.add(dim * width);
-                if whole && dims == V::LANES {
+                if full && dims == V::LANES {
                     let mut rows = [std::ptr::null::<E>(); 16];
                     for (row, key) in rows.iter_mut().zip(key_rows) {
                         *row = key.cast::<E>().add(dim);

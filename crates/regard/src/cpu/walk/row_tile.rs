@@ -55,7 +55,7 @@ impl RowTile {
                 convert(address, to, ctx.sizes().head_dim);
             }
         }
-        let rows = KeyAddresses::of_tile(self.data, self.row_bytes, span.tile_start);
+        let rows = KeyAddresses::for_tile(self.data, self.row_bytes, span.tile_start);
         keys.converted::<PAIRED>(rows)
     }
 }

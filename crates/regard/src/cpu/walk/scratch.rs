@@ -13,7 +13,7 @@ use std::ops::Range;
 /// Alignment of everything in the workspace: a cache line, and the widest vector.
 pub const ALIGNMENT: usize = 64;
 
-/// Most query rows per head that [`verify`](super::verify) takes.
+/// Maximum query rows per head that [`verify`](super::verify) takes.
 pub const MAX_VERIFY_ROWS: usize = 64;
 
 /// Keys per block of [`verify`](super::verify): the next block is prefetched while one is computed.
@@ -25,7 +25,7 @@ const KEY_COPY_LEN: usize = ROWS * MAX_HEAD_DIM;
 /// Floats of [`Scratch::transposed_scores`].
 const TRANSPOSED_SCORES_LEN: usize = VERIFY_KEYS_PER_BLOCK * MAX_VERIFY_ROWS;
 
-/// Most rows that are converted at a time.
+/// Maximum rows that are converted at a time.
 pub const MAX_CONVERTED_ROWS: usize = MAX_BLOCK_TOKENS;
 
 /// The sizes that lay out scratch and packed tiles.
@@ -38,14 +38,14 @@ pub struct Sizes {
     pub padded_value_dim: usize,
     pub tile_keys: usize,
     pub block_rows: usize,
-    /// Most rows, over all heads, of an item that takes several heads.
+    /// Maximum rows, over all heads, of an item that takes several heads.
     pub item_rows: usize,
     /// Bytes of a key and of a value of one head, as they are stored.
     pub key_bytes: usize,
     pub value_bytes: usize,
     /// The padded dim of converted rows; 0 if none are converted.
     pub converted_dim: usize,
-    /// Most key/value heads per item, if keys or values are codes with scales; else 0.
+    /// Maximum key/value heads per item, if keys or values are codes with scales; else 0.
     pub scaled_heads: usize,
     /// Whether an item may have a tile of rows that are keys and values
     /// ([`row_tile`](super::row_tile)): not where all walks read them in place.

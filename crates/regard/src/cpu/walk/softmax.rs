@@ -66,7 +66,7 @@ pub struct ScoreRow {
     pub head: usize,
 }
 
-/// Most rows per [`softmax_step`].
+/// Maximum rows per [`softmax_step`].
 pub const MAX_ROWS: usize = 16;
 
 /// [`softmax_step`], compiled for a level.

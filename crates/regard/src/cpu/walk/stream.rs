@@ -16,10 +16,10 @@ use crate::cpu::product::weighted::Weighted;
 use crate::cpu::product::{MAX_DOT_ROWS, ROWS, cover, cover_count};
 use crate::cpu::vector::Vector;
 
-/// Most query rows per head that are streamed.
+/// Maximum query rows per head that are streamed.
 pub const MAX_ROWS: usize = MAX_DOT_ROWS;
 
-/// Most query rows of all heads of an item.
+/// Maximum query rows of all heads of an item.
 pub const ITEM_ROWS: usize = 64;
 
 /// Heads per item, for `rows` rows per head and `heads` heads in total: nearly equal shares.

@@ -1,6 +1,6 @@
 //! The tiling that selection chooses: items and their key walks.
 
-/// Most keys per tile.
+/// Maximum keys per tile.
 pub const MAX_TILE_KEYS: usize = 128;
 
 /// How a problem is cut into items and tiles.

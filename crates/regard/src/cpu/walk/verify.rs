@@ -25,10 +25,11 @@ use crate::cpu::product::{ROWS, cover, cover_count};
 use crate::cpu::vector::{Storage, Vector};
 use crate::problem::Problem;
 
-/// Most query rows of all heads of an item, each head padded to whole vectors of the widest level.
+/// Maximum query rows of all heads of an item, each head padded to full vectors of the widest
+/// level.
 pub const ITEM_ROWS: usize = 256;
 
-/// Most heads of an item.
+/// Maximum heads of an item.
 pub const MAX_ITEM_HEADS: usize = ITEM_ROWS / padded_rows(1);
 
 /// Values per block: one accumulation chain of the product.
@@ -40,7 +41,7 @@ pub fn heads_per_item(rows: usize, heads: usize, tiling: &Tiling) -> usize {
     heads.div_ceil(heads.div_ceil(max_heads))
 }
 
-/// Most padded rows of all heads of an item.
+/// Maximum padded rows of all heads of an item.
 pub fn item_rows(problem: &Problem, tiling: &Tiling) -> usize {
     let rows = problem.query_len.saturating_mul(problem.group()).min(MAX_ROWS);
     ITEM_ROWS.min(tiling.block_rows).min(problem.kv_heads.saturating_mul(padded_rows(rows)))

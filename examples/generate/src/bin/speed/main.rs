@@ -35,7 +35,7 @@ enum Command {
         #[arg(long)]
         out: PathBuf,
     },
-    /// Tokens a second at 1, 4 and 16 requests
+    /// Tokens per second at 1, 4 and 16 requests
     Rate {
         /// A GGUF file
         #[arg(long)]
@@ -47,7 +47,7 @@ enum Command {
         #[arg(long)]
         out: PathBuf,
     },
-    /// The most memory at once, with and without shared prefixes
+    /// Peak memory, with and without shared prefixes
     Memory {
         /// A GGUF file
         #[arg(long)]
@@ -267,7 +267,7 @@ fn table(results: &Results) -> String {
     }
     if let Some(first) = results.rates.first() {
         line(format!(
-            "| tokens a second, prompts of {} tokens | 1 request | 4 requests | 16 requests |",
+            "| tokens per second, prompts of {} tokens | 1 request | 4 requests | 16 requests |",
             first.prompt
         ));
         line("|---|---|---|---|".into());

@@ -1,4 +1,4 @@
-//! The results as a picture: what attention takes of a decode step, and tokens a second against
+//! The results as a picture: the share of attention in a decode step, and tokens per second against
 //! requests.
 
 use super::{Results, Step};
@@ -71,7 +71,11 @@ fn rates(area: &Area, results: &Results) -> Drawn {
     if results.rates.is_empty() {
         return Ok(());
     }
-    area.draw_text("Tokens a second, all requests together", &text(18, INK, HPos::Left), (24, 28))?;
+    area.draw_text(
+        "Tokens per second, all requests together",
+        &text(18, INK, HPos::Left),
+        (24, 28),
+    )?;
     let most = results.rates.iter().map(|rate| rate.tokens_per_second).fold(0.0, f64::max);
     let mut chart = ChartBuilder::on(area)
         .margin_top(60)

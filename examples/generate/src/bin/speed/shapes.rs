@@ -29,7 +29,7 @@ pub fn shape(name: &str) -> Result<Shape> {
     }
 }
 
-/// Keys or values that nobody computed.
+/// Random keys or values.
 fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape, device)?.to_dtype(DType::BF16)
 }

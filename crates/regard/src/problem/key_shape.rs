@@ -1,0 +1,10 @@
+//! What the shapes of keys say of a problem.
+
+use super::KvStorage;
+
+/// How keys are stored, by the shapes of `k`, `block_table` and `cu_seqlens_k`.
+pub(super) struct KeyShape {
+    pub storage: KvStorage,
+    /// Keys of the longest sequence.
+    pub max_len: usize,
+}
