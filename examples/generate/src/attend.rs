@@ -8,7 +8,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use candle_nn::kv_cache::KvCache;
 use regard::paged::Step;
-use regard_candle::{Attention, Execution, PagedCache, Threads, attention_of_step, grouped_attention_of_step};
+use regard_candle::{
+    Attention, Execution, PagedCache, Threads, attention_of_step, grouped_attention_of_step,
+};
 use std::time::Duration;
 
 /// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row
@@ -36,6 +38,13 @@ pub enum Mode {
     BatchInvariant,
 }
 
+impl Mode {
+    /// Whether the sequences of this step read shared pages together.
+    pub fn groups(self, step: &Step) -> bool {
+        self == Mode::PrefixGroups && step.has_prefix_groups()
+    }
+}
+
 /// regard over a paged cache: all sequences of a step at once.
 pub struct Paged<'a> {
     cache: &'a PagedCache,
@@ -60,7 +69,7 @@ impl<'a> Paged<'a> {
         let mut stopwatch = Stopwatch::new(&device)?;
         let attention = stopwatch.time(|| {
             cache.copy_blocks(step.copies())?;
-            match mode == Mode::PrefixGroups && step.has_prefix_groups() {
+            match mode.groups(step) {
                 true => grouped_attention_of_step(step, &device),
                 false => attention_of_step(step, &device),
             }

@@ -7,7 +7,7 @@
 //! included, are computed anew. In batch-invariant mode every answer is, bit by bit, what the
 //! request alone would have got.
 
-use crate::attend::{Attend, Paged};
+use crate::attend::{Attend, Mode, Paged};
 use crate::cache::CacheType;
 use crate::model::{Llama, Rows};
 use crate::prefix::{Retained, common};
@@ -97,6 +97,8 @@ pub struct Statistics {
     pub peak_blocks: usize,
     /// Steps in which prompts and decodes ran together.
     pub mixed_steps: usize,
+    /// Steps in which requests read shared pages together.
+    pub grouped_steps: usize,
     /// Time in all steps.
     pub time: Duration,
     /// Time in steps that only decoded.
@@ -335,6 +337,7 @@ impl<'a> Engine<'a> {
         statistics.prompt_rows += prompt_rows;
         statistics.decode_rows += decode_rows;
         statistics.mixed_steps += usize::from(prompt_rows > 0 && decode_rows > 0);
+        statistics.grouped_steps += usize::from(self.settings.mode.groups(&self.step));
         let time = begun.elapsed();
         statistics.time += time;
         statistics.attention_time += attention_time;

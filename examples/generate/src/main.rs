@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Error, Result};
 use clap::{Parser, ValueEnum};
-use generate::attend::{Attend, Composed, Flash};
+use generate::attend::{Attend, Composed, Flash, Mode};
 use generate::cache::CacheType;
 use generate::engine::{Engine, Request, RequestId, Settings, alone};
 use generate::model::{Llama, Weights};
@@ -62,6 +62,9 @@ struct Arguments {
     /// An answer's bits do not depend on what runs beside it
     #[arg(long)]
     batch_invariant: bool,
+    /// Every request reads all of its pages, instead of reading shared ones together
+    #[arg(long)]
+    no_prefix_groups: bool,
     /// Compute and store every prompt on its own
     #[arg(long)]
     no_shared_prefixes: bool,
@@ -77,6 +80,16 @@ struct Arguments {
     /// Write prompts, answers and margins as token ids
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+impl Arguments {
+    fn mode(&self) -> Mode {
+        match (self.batch_invariant, self.no_prefix_groups) {
+            (true, _) => Mode::BatchInvariant,
+            (false, true) => Mode::Flat,
+            (false, false) => Mode::PrefixGroups,
+        }
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -183,7 +196,7 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
         cache: arguments.cache,
         requests: arguments.requests,
         step_tokens: arguments.step_tokens,
-        batch_invariant: arguments.batch_invariant,
+        mode: arguments.mode(),
         share_prefixes: !arguments.no_shared_prefixes,
     };
     let mut engine = Engine::new(model, settings)?;
@@ -245,9 +258,11 @@ fn report(
     );
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     eprint!(
-        "{} steps, {} of them mixed, {} preemptions; at most {} pages of {} ({:.1} MiB)",
+        "{} steps, {} of them mixed, {} with prefix groups, {} preemptions; at most {} pages of {} \
+         ({:.1} MiB)",
         found.steps,
         found.mixed_steps,
+        found.grouped_steps,
         found.preemptions,
         found.peak_blocks,
         arguments.cache.name(),

@@ -4,7 +4,7 @@
 
 use candle_core::{D, Device, Error, Result};
 use clap::Parser;
-use generate::attend::Paged;
+use generate::attend::{Mode, Paged};
 use generate::cache::CacheType;
 use generate::engine::{Engine, Request, RequestId, Settings};
 use generate::model::{Llama, Rows, Weights};
@@ -117,7 +117,7 @@ fn perplexity(model: &Llama, cache: CacheType, tokens: &[u32]) -> Result<f64> {
         step.clear();
         step.append(&mut pages, sequence, rows.len()).map_err(Error::wrap)?;
         step.finish(&pages).map_err(Error::wrap)?;
-        let mut attend = Paged::new(&pool, &step, model.weights(), false)?;
+        let mut attend = Paged::new(&pool, &step, model.weights(), Mode::Flat)?;
         let wanted: Vec<u32> = (0..rows.len() as u32).collect();
         let rows = Rows { tokens: rows, positions: step.positions(), wanted: &wanted };
         let logits = model.forward(rows, &mut attend)?;
@@ -139,7 +139,7 @@ fn answers(
     max_tokens: usize,
 ) -> Result<(Vec<Vec<u32>>, usize)> {
     // What is compared is the cache alone: no answer depends on what ran beside it.
-    let settings = Settings { cache, batch_invariant: true, ..Settings::default() };
+    let settings = Settings { cache, mode: Mode::BatchInvariant, ..Settings::default() };
     let mut engine = Engine::new(model, settings)?;
     let mut requests: BTreeMap<RequestId, usize> = BTreeMap::new();
     for (index, question) in questions.iter().enumerate() {
