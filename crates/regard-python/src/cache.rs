@@ -154,8 +154,8 @@ impl Append {
 /// interleaved: neighbours make a pair (x[2i], x[2i + 1]), else the halves do (x[i],
 ///     x[i + dims / 2]).
 /// query: `[total, Hq, Dk]`, rotated where it lies.
-/// k_scales, v_scales: f32, for pools of "e4m3", "e5m2" and "i8": `[blocks, block_size, Hkv]`, any of
-///     these 1. They are read, and numbers beyond the largest code saturate.
+/// k_scales, v_scales: f32, for pools of "e4m3", "e5m2" and "i8": `[blocks, block_size, Hkv]`, any
+///     of these 1. They are read, and numbers beyond the largest code saturate.
 /// dynamic_k_scales, dynamic_v_scales: scales are computed, one per token and head (the largest
 ///     magnitude over the largest code), and written to k_scales or v_scales.
 /// kv_format, k_format, v_format: as for `attention`, for pools of bytes.

@@ -312,12 +312,8 @@ impl<'a> Engine<'a> {
         }
         self.step.finish(&self.pages).map_err(wrap)?;
 
-        let mut attend = Paged::new(
-            &self.cache,
-            &self.step,
-            self.model.weights(),
-            self.settings.mode,
-        )?;
+        let mut attend =
+            Paged::new(&self.cache, &self.step, self.model.weights(), self.settings.mode)?;
         let rows = Rows { tokens: &tokens, positions: self.step.positions(), wanted: &wanted };
         let next = match wanted.is_empty() {
             true => {

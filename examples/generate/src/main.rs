@@ -69,8 +69,8 @@ struct Arguments {
     #[arg(long)]
     no_shared_prefixes: bool,
     /// How matrix products are computed
-    #[arg(long, value_enum, default_value_t = Products::Quantised)]
-    products: Products,
+    #[arg(long, value_enum, default_value_t = Weights::Quantised)]
+    products: Weights,
     /// Where the model runs: cpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = generate::device)]
     device: Device,
@@ -90,16 +90,6 @@ impl Arguments {
             (false, false) => Mode::PrefixGroups,
         }
     }
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Products {
-    /// Candle's quantized products
-    Quantised,
-    /// The same weights in f32
-    F32,
-    /// The same weights, and all that runs through the model, in bf16
-    Bf16,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -134,13 +124,8 @@ fn main() -> std::process::ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let weights = match arguments.products {
-        Products::Quantised => Weights::Quantised,
-        Products::F32 => Weights::F32,
-        Products::Bf16 => Weights::Bf16,
-    };
     let begun = Instant::now();
-    let (model, content) = Llama::load(&arguments.model, weights, &arguments.device)?;
+    let (model, content) = Llama::load(&arguments.model, arguments.products, &arguments.device)?;
     let text = Text::from_content(&content)?;
     eprintln!(
         "{}: {} layers, {}/{} heads of dim {}, loaded in {:.1} s",

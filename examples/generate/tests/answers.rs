@@ -132,8 +132,8 @@ fn shared_prefixes_save_pages_and_change_no_answer() {
     assert!(shared.1.prompt_rows + 11 * system.len() <= own.1.prompt_rows);
 }
 
-/// Reading shared pages together rounds otherwise than reading them alone, and no more than candle's
-/// two attentions differ.
+/// Reading shared pages together rounds otherwise than reading them alone, and no more than
+/// candle's two attentions differ.
 #[test]
 fn prefix_groups_change_no_answer() {
     let model = support::model("groups.gguf", Weights::F32);

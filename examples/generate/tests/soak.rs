@@ -22,8 +22,13 @@ struct Served {
 }
 
 fn solo(model: &Llama, cache: CacheType, request: &Request) -> Vec<(u32, u32)> {
-    let settings =
-        Settings { blocks: 64, block_size: 8, cache, mode: Mode::BatchInvariant, ..Settings::default() };
+    let settings = Settings {
+        blocks: 64,
+        block_size: 8,
+        cache,
+        mode: Mode::BatchInvariant,
+        ..Settings::default()
+    };
     let mut engine = Engine::new(model, settings).expect("sound");
     engine.submit(request.clone()).expect("sound");
     let mut answer = Vec::new();

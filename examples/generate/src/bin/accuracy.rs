@@ -32,6 +32,9 @@ struct Arguments {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 128)]
     answer: usize,
+    /// How matrix products are computed
+    #[arg(long, value_enum, default_value_t = Weights::F32)]
+    products: Weights,
     /// Caches; answers are compared with those of the first
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [
         CacheType::F16, CacheType::Bf16, CacheType::I8, CacheType::E4m3, CacheType::E5m2,
@@ -55,7 +58,7 @@ fn main() -> std::process::ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let (model, content) = Llama::load(&arguments.model, Weights::Quantised, &Device::Cpu)?;
+    let (model, content) = Llama::load(&arguments.model, arguments.products, &Device::Cpu)?;
     let text = Text::from_content(&content)?;
     let read = |file: &PathBuf| {
         std::fs::read_to_string(file)
