@@ -204,7 +204,7 @@ def test_append_refuses(normal):
     refused("`v_scales` is missing with dynamic_v_scales; allowed: f32 [blocks", call=call, k_scales=scales, dynamic_v_scales=True)
     per_head = np.ones((1, 1, 2), np.float32)
     refused("`v_scales` is", call=call, k_scales=per_head, v_scales=per_head, dynamic_v_scales=True)
-    refused("`v_scales` is", call=call, k_scales=per_head, v_scales=-per_head)
+    refused("`v_scales[0, 0, 0]` is -1", call=call, k_scales=per_head, v_scales=-per_head)
     refused("`k_scales` is", call=call, k_scales=np.ones((6, 3, 2), np.float32), v_scales=per_head)
     refused("`key_pool` is bytes of shape [6, 4, 2, 64]", call=call, k_format="q8_0", v_scales=per_head)
     fixed = scales.copy()
