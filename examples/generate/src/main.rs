@@ -243,11 +243,9 @@ fn report(
     );
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     eprint!(
-        "{} steps, {} of them mixed, {} with prefix groups, {} preemptions; at most {} pages of {} \
-         ({:.1} MiB)",
+        "{} steps, {} of them mixed, {} preemptions; at most {} pages of {} ({:.1} MiB)",
         found.steps,
         found.mixed_steps,
-        found.grouped_steps,
         found.preemptions,
         found.peak_blocks,
         arguments.cache.name(),

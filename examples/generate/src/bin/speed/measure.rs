@@ -210,6 +210,29 @@ const ANSWER: usize = 64;
 /// Steps that a setting takes before it is the other one's turn.
 const TURN: usize = 4;
 
+/// An engine of one setting, and the times of its decode steps in milliseconds.
+struct Contestant<'a> {
+    mode: Mode,
+    engine: Engine<'a>,
+    steps: Vec<f64>,
+    attention: Vec<f64>,
+}
+
+impl Contestant<'_> {
+    /// Runs a step; keeps its times if it decoded all requests and did nothing else.
+    fn advance(&mut self, requests: usize) -> Result<()> {
+        let before = self.engine.statistics();
+        self.engine.step()?;
+        let after = self.engine.statistics();
+        if after.decode_step_rows - before.decode_step_rows == requests {
+            let ms = |time: Duration| time.as_secs_f64() * 1e3;
+            self.steps.push(ms(after.decode_time - before.decode_time));
+            self.attention.push(ms(after.decode_attention_time - before.decode_attention_time));
+        }
+        Ok(())
+    }
+}
+
 /// Decode steps over a shared prompt of `common` tokens, with prefix groups and without. Both
 /// settings serve the same requests in this process and take turns.
 pub fn prefixes(model: &Path, requests: &[usize], common: usize) -> Result<Vec<Prefixed>> {
@@ -228,29 +251,19 @@ pub fn prefixes(model: &Path, requests: &[usize], common: usize) -> Result<Vec<P
                 let prompt = [tokens(common, 0), tokens(QUESTION, i + 1)].concat();
                 engine.submit(Request { prompt, max_tokens: ANSWER, stop: Vec::new() })?;
             }
-            served.push((mode, engine, Vec::new(), Vec::new()));
+            served.push(Contestant { mode, engine, steps: Vec::new(), attention: Vec::new() });
         }
-        while served.iter().any(|(_, engine, ..)| !engine.is_idle()) {
-            for (_, engine, whole, part) in &mut served {
-                for _ in 0..TURN {
-                    let before = engine.statistics();
-                    engine.step()?;
-                    let after = engine.statistics();
-                    // Steps that decode all requests, and nothing else.
-                    if after.decode_step_rows - before.decode_step_rows == requests {
-                        let ms = |time: Duration| time.as_secs_f64() * 1e3;
-                        whole.push(ms(after.decode_time - before.decode_time));
-                        part.push(ms(after.decode_attention_time - before.decode_attention_time));
-                    }
-                }
+        while served.iter().any(|contestant| !contestant.engine.is_idle()) {
+            for contestant in &mut served {
+                (0..TURN).try_for_each(|_| contestant.advance(requests))?;
             }
         }
-        for (mode, _, whole, part) in served {
-            let steps = whole.len();
-            let (step_ms, attention_ms) = (median(whole), median(part));
+        for Contestant { mode, steps, attention, .. } in served {
+            let count = steps.len();
+            let (step_ms, attention_ms) = (median(steps), median(attention));
             eprintln!(
                 "{requests} requests, {mode:?}: {:.1} tokens/s; step {step_ms:.1} ms, attention \
-                 {attention_ms:.2} ms; medians of {steps} steps",
+                 {attention_ms:.2} ms; medians of {count} steps",
                 requests as f64 * 1e3 / step_ms
             );
             let grouped = mode == Mode::PrefixGroups;
