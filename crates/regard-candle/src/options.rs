@@ -2,7 +2,7 @@
 
 use crate::view::{refuse, wrap};
 use candle_core::{DType, Device, Layout, Result, Storage, StorageRef, Tensor};
-use regard::paged::Step;
+use regard::paged::{Step, TableLayout};
 use regard::{Inputs, Memory, Plan};
 use std::sync::Arc;
 
@@ -76,18 +76,48 @@ impl CacheFormat {
 /// # Errors
 /// If the device cannot hold the tables.
 pub fn attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
+    StepTables::upload(step, device)?.attention(&step.table_layout())
+}
+
+/// [`attention_of_step`] with the prefix groups of the step: sequences that share pages read them
+/// together, with the same results within the tolerance. For steps that found groups
+/// ([`Step::has_prefix_groups`]); a plan made for either kind does not serve the other. Its tables
+/// are one upload.
+///
+/// # Errors
+/// If the device cannot hold the tables.
+pub fn grouped_attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
     let layout = step.table_layout();
-    let packed = Tensor::new(step.packed(), device)?;
-    let part = |range: std::ops::Range<usize>| packed.narrow(0, range.start, range.len());
-    let batch = step.sequences().len();
-    let table = layout.block_table();
-    let width = table.len().checked_div(batch).unwrap_or(0);
+    let tables = StepTables::upload(step, device)?;
     Ok(Attention {
-        cu_seqlens_q: Some(part(layout.cu_seqlens_q())?),
-        kv_lens: Some(part(layout.kv_lens())?),
-        block_table: Some(part(table)?.reshape((batch, width))?),
-        ..Attention::causal()
+        prefix_groups: Some(tables.part(layout.prefix_groups())?),
+        prefix_lens: Some(tables.part(layout.prefix_lens())?),
+        ..tables.attention(&layout)?
     })
+}
+
+/// The tables of a step on a device.
+struct StepTables(Tensor);
+
+impl StepTables {
+    fn upload(step: &Step, device: &Device) -> Result<StepTables> {
+        Ok(StepTables(Tensor::new(step.packed(), device)?))
+    }
+
+    fn part(&self, range: std::ops::Range<usize>) -> Result<Tensor> {
+        self.0.narrow(0, range.start, range.len())
+    }
+
+    /// Causal attention over the pages.
+    fn attention(&self, layout: &TableLayout) -> Result<Attention> {
+        let (sequences, width) = (layout.sequences, layout.max_blocks);
+        Ok(Attention {
+            cu_seqlens_q: Some(self.part(layout.cu_seqlens_q())?),
+            kv_lens: Some(self.part(layout.kv_lens())?),
+            block_table: Some(self.part(layout.block_table())?.reshape((sequences, width))?),
+            ..Attention::causal()
+        })
+    }
 }
 
 /// The kind of memory of a custom op's operands.

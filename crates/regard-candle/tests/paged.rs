@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use regard::paged::{BlockCopy, PageAllocator, Step};
 use regard_candle::{
     Attention, CacheShape, Execution, PagedCache, attention, attention_of_step, attention_with_lse,
-    merge,
+    grouped_attention_of_step, merge,
 };
 
 const CPU: Device = Device::Cpu;
@@ -242,5 +242,50 @@ fn merged_parts_are_attention_over_all_keys() -> Result<()> {
     assert_eq!(bits(&alone.0), bits(&outs[0]));
     let error = merge(&out, &out).expect_err("no log-sum-exps").to_string();
     assert!(error.contains("`part_lse` is"), "{error}");
+    Ok(())
+}
+
+/// Sequences that share pages read them together: the result is within the tolerance of the same
+/// step without groups, and the bits are those of regard on plain slices.
+#[test]
+fn prefix_groups_of_a_step_change_no_result() -> Result<()> {
+    let shape = CacheShape { layers: 1, blocks: 40, ..SHAPE };
+    let cache = PagedCache::new(shape, DType::F32, &CPU)?;
+    let mut pages = PageAllocator::new(shape.blocks, shape.block_size).expect("sound sizes");
+    let (common, lone) = (pages.create(), pages.create());
+    let mut step = Step::new();
+    step.append(&mut pages, common, 66).expect("room");
+    step.append(&mut pages, lone, 9).expect("room");
+    step.finish(&pages).expect("alive");
+    assert!(!step.has_prefix_groups());
+    let (keys, values) = (normal(&[75, 2, 8], DType::F32), normal(&[75, 2, 8], DType::F32));
+    cache.write(0, &keys, &values, step.slots())?;
+
+    step.clear();
+    step.append(&mut pages, lone, 3).expect("room");
+    for len in [1, 5, 1] {
+        let fork = pages.fork(common).expect("alive");
+        step.append(&mut pages, fork, len).expect("room");
+    }
+    step.finish(&pages).expect("alive");
+    assert!(step.has_prefix_groups());
+    assert_eq!((step.prefix_groups(), step.prefix_lens()[0]), (&[-1, 0, 0, 0][..], 64));
+    cache.copy_blocks(step.copies())?;
+    let (keys, values) = (normal(&[10, 2, 8], DType::F32), normal(&[10, 2, 8], DType::F32));
+    cache.write(0, &keys, &values, step.slots())?;
+    let q = normal(&[10, 4, 8], DType::F32);
+    let run = |options: &Attention| cache.attention(0, &q, options, &Execution::default());
+    let grouped = run(&grouped_attention_of_step(&step, &CPU)?)?;
+
+    let data = |x: &Tensor| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
+    let (keys, values) = cache.pools(0)?;
+    let (qs, ks, vs, found) = (data(&q)?, data(keys)?, data(values)?, data(&grouped)?);
+    let view = |data, x: &Tensor| regard::Tensor::from_slice(data, x.dims(), None).expect("whole");
+    let (q, k, v) = (view(&qs, &q), view(&ks, keys), view(&vs, values));
+    let plain: Vec<f32> = regard::attention(q, k, v, &step.grouped_attention()).expect("sound");
+    assert_eq!(found, plain);
+    let flat = regard::Inputs::new(q, k, v, step.attention());
+    let judge = regard::oracle::Judge::new(&flat, regard::DType::F32).expect("sound");
+    judge.check(&view(&found, &grouped), None).unwrap_or_else(|miss| panic!("{miss:?}"));
     Ok(())
 }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 use regard::cpu::Cpu;
 use regard::cuda::DeviceMemory;
-use regard::{DType, Error, Host};
+use regard::{AppendScales, DType, Error, Host};
 
 /// New tokens for a paged cache, as Python gives them.
 pub struct Append {
@@ -32,23 +32,62 @@ pub struct Append {
     pub interleaved: bool,
     /// `[total, Hq, Dk]`, rotated where they lie.
     pub query: Option<Array>,
+    /// Scales of a key pool of codes.
+    pub k_scales: Option<Scales>,
+    /// Scales of a value pool of codes.
+    pub v_scales: Option<Scales>,
 }
 
-/// Arguments that name no operand.
+/// Scales of a pool of 8-bit codes.
+pub struct Scales {
+    /// f32, broadcastable to `[blocks, block_size, Hkv]`; of that shape if computed.
+    array: Array,
+    /// Whether append computes and writes them.
+    dynamic: bool,
+}
+
+/// Arguments that name no operand, and those that are read when all are known.
 #[derive(Default)]
 struct Options<'py> {
     stream: Option<Bound<'py, PyAny>>,
     pages_heads_first: bool,
+    kv_format: Option<DType>,
+    k_format: Option<DType>,
+    v_format: Option<DType>,
+    k_scales: Option<Bound<'py, PyAny>>,
+    v_scales: Option<Bound<'py, PyAny>>,
+    dynamic_k_scales: bool,
+    dynamic_v_scales: bool,
+}
+
+/// Reads the scales of one pool.
+fn scales(
+    name: &'static str,
+    given: Option<&Bound<'_, PyAny>>,
+    dynamic: bool,
+) -> PyResult<Option<Scales>> {
+    let array = match given {
+        Some(given) if dynamic => Array::read_mut(name, given)?,
+        Some(given) => Array::read(name, given)?,
+        None if dynamic => {
+            let found = format!("missing with dynamic_{name}");
+            return Err(argument(name, found, "f32 [blocks, block_size, Hkv]").into());
+        }
+        None => return Ok(None),
+    };
+    Ok(Some(Scales { array, dynamic }))
 }
 
 impl Append {
     fn arrays(&self) -> impl Iterator<Item = &Array> {
         let Append { key, key_pool, block_table, kv_lens, .. } = self;
         let optional = [&self.cu_seqlens, &self.rotary_table, &self.query];
+        let scales = [&self.k_scales, &self.v_scales].into_iter().flatten();
         [key, key_pool, block_table, kv_lens]
             .into_iter()
             .chain(self.values.iter().flatten())
             .chain(optional.into_iter().flatten())
+            .chain(scales.map(|scales| &scales.array))
     }
 
     fn function(&self) -> &'static str {
@@ -58,6 +97,7 @@ impl Append {
     /// Reads the arguments that are given by name.
     fn read_options<'py>(&mut self, given: &Bound<'py, PyDict>) -> PyResult<Options<'py>> {
         let mut options = Options::default();
+        let has_values = self.values.is_some();
         for (name, value) in given.iter() {
             let given = !value.is_none();
             let read = |name| if given { Array::read(name, &value).map(Some) } else { Ok(None) };
@@ -68,6 +108,17 @@ impl Append {
                 "query" if given => self.query = Some(Array::read_mut("query", &value)?),
                 "query" => self.query = None,
                 "kv_layout" => options.pages_heads_first = operands::is_hnd(&value)?,
+                "kv_format" => options.kv_format = operands::format("kv_format", &value)?,
+                "k_format" => options.k_format = operands::format("k_format", &value)?,
+                "k_scales" => options.k_scales = given.then_some(value),
+                "dynamic_k_scales" => options.dynamic_k_scales = value.is_truthy()?,
+                "v_format" if has_values => {
+                    options.v_format = operands::format("v_format", &value)?;
+                }
+                "v_scales" if has_values => options.v_scales = given.then_some(value),
+                "dynamic_v_scales" if has_values => {
+                    options.dynamic_v_scales = value.is_truthy()?;
+                }
                 "stream" => options.stream = given.then_some(value),
                 name => {
                     let function = self.function();
@@ -79,17 +130,22 @@ impl Append {
         if self.query.is_some() && self.rotary_table.is_none() {
             return Err(argument("query", "given without rotary_table", "both or none").into());
         }
+        let Options { k_scales, v_scales, dynamic_k_scales, dynamic_v_scales, .. } = &options;
+        self.k_scales = scales("k_scales", k_scales.as_ref(), *dynamic_k_scales)?;
+        self.v_scales = scales("v_scales", v_scales.as_ref(), *dynamic_v_scales)?;
         Ok(options)
     }
 }
 
-/// Writes new keys and values to their slots of a paged cache.
+/// Writes new keys and values to their slots of a paged cache, and quantizes them if the pools have
+/// 8 or 4 bits.
 ///
 /// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new. Tokens whose slot the
 /// table does not reach, or whose entry names no block, are dropped.
 ///
 /// key, value: `[total, Hkv, Dk]` and `[total, Hkv, Dv]`, of f32, f16 or bf16.
-/// key_pool, value_pool: `[blocks, block_size, Hkv, D]`, of the same type; written.
+/// key_pool, value_pool: `[blocks, block_size, Hkv, D]`, of the same type, or of a format of 8 or 4
+///     bits; written.
 /// block_table: i32 `[B, max_blocks]`.
 /// kv_lens: i32 `[B]`, the new tokens included.
 /// cu_seqlens: i32 `[B + 1]`: rows of each sequence; without it each brings total / B.
@@ -98,13 +154,20 @@ impl Append {
 /// interleaved: neighbours make a pair (x[2i], x[2i + 1]), else the halves do (x[i],
 ///     x[i + dims / 2]).
 /// query: `[total, Hq, Dk]`, rotated where it lies.
-/// kv_layout: "nhd", or "hnd" if pages have heads before slots.
+/// k_scales, v_scales: f32, for pools of "e4m3", "e5m2" and "i8": `[blocks, block_size, Hkv]`, any
+///     of these 1. They are read, and numbers beyond the largest code saturate.
+/// dynamic_k_scales, dynamic_v_scales: scales are computed, one per token and head (the largest
+///     magnitude over the largest code), and written to k_scales or v_scales.
+/// kv_format, k_format, v_format: as for `attention`, for pools of bytes.
+/// kv_layout: "nhd", or "hnd" if pages and scales have heads before slots.
 /// stream: as for `attention`.
 #[pyfunction]
 #[pyo3(
     signature = (key, value, key_pool, value_pool, block_table, kv_lens, **options),
     text_signature = "(key, value, key_pool, value_pool, block_table, kv_lens, *, cu_seqlens=None, \
-        rotary_table=None, interleaved=False, query=None, kv_layout='nhd', stream=None)"
+        rotary_table=None, interleaved=False, query=None, k_scales=None, v_scales=None, \
+        dynamic_k_scales=False, dynamic_v_scales=False, kv_format=None, k_format=None, \
+        v_format=None, kv_layout='nhd', stream=None)"
 )]
 pub fn append<'py>(
     key: &Bound<'py, PyAny>,
@@ -127,15 +190,19 @@ pub fn append<'py>(
 /// As `append`, but there are no values, and the *last* dims of rows and queries are rotated.
 ///
 /// key: `[total, Hkv, Dk]`, of f32, f16 or bf16.
-/// key_pool: `[blocks, block_size, Hkv, Dk]`, of the same type; written.
-/// block_table, kv_lens, cu_seqlens, interleaved, kv_layout, stream: as for `append`.
+/// key_pool: `[blocks, block_size, Hkv, Dk]`, of the same type, or of a format of 8 or 4 bits;
+///     written.
+/// block_table, kv_lens, cu_seqlens, interleaved, k_scales, kv_format, k_format, kv_layout, stream:
+///     as for `append`.
+/// dynamic_k_scales: as for `append`; on the CPU only.
 /// rotary_table: as for `append`; as many of the last dims are rotated as it has.
 /// query: `[total, Hq, Dk]`, whose last dims are rotated where they lie.
 #[pyfunction]
 #[pyo3(
     signature = (key, key_pool, block_table, kv_lens, **options),
     text_signature = "(key, key_pool, block_table, kv_lens, *, cu_seqlens=None, \
-        rotary_table=None, interleaved=False, query=None, kv_layout='nhd', stream=None)"
+        rotary_table=None, interleaved=False, query=None, k_scales=None, dynamic_k_scales=False, \
+        kv_format=None, k_format=None, kv_layout='nhd', stream=None)"
 )]
 pub fn append_latent<'py>(
     key: &Bound<'py, PyAny>,
@@ -166,7 +233,30 @@ impl Append {
             rotary_table: None,
             interleaved: false,
             query: None,
+            k_scales: None,
+            v_scales: None,
         })
+    }
+
+    /// Brings the pools and their scales into regard's types and order.
+    fn lay_out(&mut self, named: &Options<'_>) -> Result<(), Fault> {
+        let Options { kv_format, k_format, v_format, .. } = *named;
+        if let Some(format) = k_format.or(kv_format) {
+            self.key_pool.stored_as(format)?;
+        }
+        let mut value_pool = self.values.as_mut().map(|[_, pool]| pool);
+        if let (Some(pool), Some(format)) = (&mut value_pool, v_format.or(kv_format)) {
+            pool.stored_as(format)?;
+        }
+        if named.pages_heads_first {
+            self.key_pool.swap_heads(4, "hnd")?;
+            value_pool.map_or(Ok(()), |pool| pool.swap_heads(4, "hnd"))?;
+            let scales = [&mut self.k_scales, &mut self.v_scales].into_iter().flatten();
+            for scales in scales {
+                scales.array.swap_heads(3, "hnd")?;
+            }
+        }
+        Ok(())
     }
 
     /// Reads the other arguments, and appends. `objects` are the arrays given by place, of which
@@ -180,12 +270,7 @@ impl Append {
             Some(options) => self.read_options(options)?,
             None => Options::default(),
         };
-        if named.pages_heads_first {
-            self.key_pool.swap_heads(4, "hnd")?;
-            if let Some([_, value_pool]) = &mut self.values {
-                value_pool.swap_heads(4, "hnd")?;
-            }
-        }
+        self.lay_out(&named)?;
         let (key, place) = (objects[0], self.key.place);
         self.arrays().try_for_each(|array| operands::expect_place(array, place, "as key"))?;
         let stream = framework::stream(named.stream.as_ref(), key, &self.key)?;
@@ -196,6 +281,9 @@ impl Append {
         if named.stream.is_some() {
             for object in objects {
                 framework::record_stream(object, &self.key, stream)?;
+            }
+            for (_, object) in options.into_iter().flatten() {
+                framework::record_stream(&object, &self.key, stream)?;
             }
         }
         Ok(())
@@ -218,13 +306,30 @@ unsafe fn append_operands<'a, M: View>(
             value: M::input(value)?,
             key_pool: latent.key_pool,
             value_pool: M::output(value_pool)?,
-            k_scales: None,
-            v_scales: None,
+            k_scales: latent.k_scales,
+            v_scales: scale_operands(&append.v_scales)?,
             block_table: latent.block_table,
             kv_lens: latent.kv_lens,
             cu_seqlens: latent.cu_seqlens,
             rotary: latent.rotary,
         })
+    }
+}
+
+/// The scales of one pool.
+///
+/// # Safety
+/// As [`append_operands`].
+unsafe fn scale_operands<M: View>(
+    scales: &Option<Scales>,
+) -> Result<Option<AppendScales<'_, M>>, Error> {
+    let Some(Scales { array, dynamic }) = scales else { return Ok(None) };
+    // SAFETY: passed on.
+    unsafe {
+        Ok(Some(match dynamic {
+            true => AppendScales::Dynamic(M::output(array)?),
+            false => AppendScales::Static(M::input(array)?),
+        }))
     }
 }
 
@@ -241,7 +346,7 @@ unsafe fn latent_operands<M: View>(append: &Append) -> Result<regard::AppendLate
         Ok(regard::AppendLatent {
             key: M::input(&append.key)?,
             key_pool: M::output(&append.key_pool)?,
-            k_scales: None,
+            k_scales: scale_operands(&append.k_scales)?,
             block_table: Some(M::input(&append.block_table)?),
             kv_lens: M::input(&append.kv_lens)?,
             cu_seqlens: operands::optional(&append.cu_seqlens)?,

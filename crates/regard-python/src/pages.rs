@@ -344,6 +344,27 @@ impl Step {
         Buffer::from_ints(step.block_table(), &[batch, width])
     }
 
+    /// `[B]`: the group of sequences that share their first pages, -1 for none: `prefix_groups` of
+    /// `attention`.
+    #[getter]
+    fn prefix_groups(&self) -> PyResult<Buffer> {
+        let step = self.lock();
+        Buffer::from_ints(step.prefix_groups(), &[step.prefix_groups().len()])
+    }
+
+    /// `[B]`: keys that the sequences of each group share: `prefix_lens` of `attention`.
+    #[getter]
+    fn prefix_lens(&self) -> PyResult<Buffer> {
+        let step = self.lock();
+        Buffer::from_ints(step.prefix_lens(), &[step.prefix_lens().len()])
+    }
+
+    /// Whether some sequences share their first pages, so that groups save reads.
+    #[getter]
+    fn has_prefix_groups(&self) -> bool {
+        self.lock().has_prefix_groups()
+    }
+
     /// `[tokens]`: position of each new token in its sequence.
     #[getter]
     fn positions(&self) -> PyResult<Buffer> {

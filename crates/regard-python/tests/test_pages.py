@@ -89,3 +89,30 @@ def test_a_step_of_continuous_batching(normal):
             reference.agrees(out[rows][None], q[rows][None], *(x[None] for x in history[sequence]), causal=True)
             start += tokens
         assert step.positions.tolist()[-1] == pages.length(chunks[-1][0]) - 1 and step.copies == []
+
+
+def test_prefix_groups_of_a_step(normal):
+    """Sequences that share pages attend to them together: the results are those of each by itself."""
+    pages, step = regard.PageAllocator(40, 4), regard.Step()
+    pools = [np.full((40, 4, 2, 32), np.nan, np.float32) for _ in "kv"]
+    system, lone = pages.create(), pages.create()
+    for sequence, tokens in ((system, 64), (lone, 9)):
+        step.append(pages, sequence, tokens)
+    step.finish(pages)
+    assert not step.has_prefix_groups and step.prefix_groups.tolist() == [-1, -1]
+    k, v = (normal(step.tokens, 2, 32) for _ in "kv")
+    regard.append(k, v, *pools, step.block_table, step.kv_lens, cu_seqlens=step.cu_seqlens_q)
+    step.clear()
+    for sequence, tokens in ((lone, 2), (pages.fork(system), 1), (pages.fork(system), 3)):
+        step.append(pages, sequence, tokens)
+    step.finish(pages)
+    assert step.has_prefix_groups and step.prefix_groups.tolist() == [-1, 0, 0] and step.prefix_lens.tolist()[0] == 64
+    assert step.copies == []
+    new = [normal(step.tokens, 2, 32) for _ in "kv"]
+    regard.append(*new, *pools, step.block_table, step.kv_lens, cu_seqlens=step.cu_seqlens_q)
+    q, groups = normal(step.tokens, 4, 32), dict(prefix_groups=step.prefix_groups, prefix_lens=step.prefix_lens)
+    tables = {"kv_lens": step.kv_lens, "cu_seqlens_q": step.cu_seqlens_q, "block_table": step.block_table}
+    out = regard.attention(q, *pools, causal=True, **tables, **groups)
+    for before, rows in ((slice(64, 73), slice(0, 2)), (slice(0, 64), slice(2, 3)), (slice(0, 64), slice(3, 6))):
+        keys, values = (np.concatenate([old[before], x[rows]])[None] for old, x in zip((k, v), new))
+        reference.agrees(out[rows][None], q[rows][None], keys, values, causal=True)

@@ -71,3 +71,30 @@ def test_errors_have_the_same_words(qkv):
     q, k, v = qkv
     with pytest.raises(regard.ArgumentError, match="`k` is of type i32; allowed: f32 or f16"):
         regard.torch.attention(q, k.int(), v)
+
+
+def test_a_compiled_step_writes_its_cache(device):
+    """Append and attention in one graph: pools are written in place, codes and their scales included."""
+    torch.manual_seed(1)
+    table, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2, 0], [1, -1]], [6, 3]))
+
+    def step(q, k, v, pools, scales):
+        names = dict(zip(("k_scales", "v_scales"), scales))
+        computed = dict(dynamic_k_scales=True, dynamic_v_scales=True) if scales else {}
+        regard.torch.append(k.flatten(0, 1), v.flatten(0, 1), *pools, table, lens, **names, **computed)
+        return regard.torch.attention(q, *pools, block_table=table, kv_lens=lens, causal=True, **names)
+
+    for dtype in (torch.float32, torch.int8):
+        q, k, v = (torch.randn(2, 3, heads, 64, device=device) for heads in (4, 2, 2))
+        runs = []
+        for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+            pools = [torch.zeros(3, 4, 2, 64, dtype=dtype, device=device) for _ in "kv"]
+            scales = [torch.zeros(3, 4, 2, device=device) for _ in "kv"] if dtype == torch.int8 else []
+            with torch.no_grad():
+                out = function(q, k, v, pools, scales)
+            assert pools[0].any() and all(scale.any() for scale in scales)
+            runs.append([out, *pools, *scales])
+        assert all(torch.equal(a, b) for a, b in zip(*runs))
+    pools = [torch.zeros(3, 4, 2, 64, device=device) for _ in "kv"]
+    arguments = [k.flatten(0, 1), v.flatten(0, 1), pools, "key_pool value_pool", table, lens]
+    torch.library.opcheck(torch.ops.regard.append.default, tuple(arguments))

@@ -8,7 +8,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use candle_nn::kv_cache::KvCache;
 use regard::paged::Step;
-use regard_candle::{Attention, Execution, PagedCache, Threads, attention_of_step};
+use regard_candle::{
+    Attention, Execution, PagedCache, Threads, attention_of_step, grouped_attention_of_step,
+};
 use std::time::Duration;
 
 /// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row
@@ -22,6 +24,25 @@ pub trait Attend {
 
     /// Time spent in [`Attend::attend`], the keeping of keys and values included.
     fn spent(&self) -> Duration;
+}
+
+/// How sequences of a step affect each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// Sequences that share pages read them together.
+    #[default]
+    PrefixGroups,
+    /// Each sequence reads all of its pages.
+    Flat,
+    /// As `Flat`, and the bits of a row do not depend on what runs beside it.
+    BatchInvariant,
+}
+
+impl Mode {
+    /// Whether the sequences of this step read shared pages together.
+    pub fn groups(self, step: &Step) -> bool {
+        self == Mode::PrefixGroups && step.has_prefix_groups()
+    }
 }
 
 /// regard over a paged cache: all sequences of a step at once.
@@ -42,18 +63,22 @@ impl<'a> Paged<'a> {
         cache: &'a PagedCache,
         step: &'a Step,
         weights: Weights,
-        batch_invariant: bool,
+        mode: Mode,
     ) -> Result<Paged<'a>> {
         let device = cache.pools(0)?.0.device().clone();
         let mut stopwatch = Stopwatch::new(&device)?;
         let attention = stopwatch.time(|| {
             cache.copy_blocks(step.copies())?;
-            attention_of_step(step, &device)
+            match mode.groups(step) {
+                true => grouped_attention_of_step(step, &device),
+                false => attention_of_step(step, &device),
+            }
         })?;
         let threads = match weights {
             Weights::Quantised => Threads::Barrier,
             Weights::F32 | Weights::Bf16 => Threads::Rayon,
         };
+        let batch_invariant = mode == Mode::BatchInvariant;
         let attention = Attention { batch_invariant, ..attention };
         let execution = Execution { threads, ..Execution::default() };
         Ok(Paged { cache, step, attention, execution, stopwatch })

@@ -7,7 +7,7 @@
 //! included, are computed anew. In batch-invariant mode every answer is, bit by bit, what the
 //! request alone would have got.
 
-use crate::attend::{Attend, Paged};
+use crate::attend::{Attend, Mode, Paged};
 use crate::cache::CacheType;
 use crate::model::{Llama, Rows};
 use crate::prefix::{Retained, common};
@@ -30,8 +30,9 @@ pub struct Settings {
     pub requests: usize,
     /// Maximum tokens per step; decodes come first, prompts take the rest. At least `requests`.
     pub step_tokens: usize,
-    /// Whether a request's answer must not depend on what runs beside it.
-    pub batch_invariant: bool,
+    /// Whether requests read shared pages together, and whether a request's answer may depend on
+    /// what runs beside it.
+    pub mode: Mode,
     /// Whether requests share the pages of a common beginning.
     pub share_prefixes: bool,
 }
@@ -44,7 +45,7 @@ impl Default for Settings {
             cache: CacheType::Model,
             requests: 16,
             step_tokens: 256,
-            batch_invariant: false,
+            mode: Mode::default(),
             share_prefixes: true,
         }
     }
@@ -96,6 +97,8 @@ pub struct Statistics {
     pub peak_blocks: usize,
     /// Steps in which prompts and decodes ran together.
     pub mixed_steps: usize,
+    /// Steps in which requests read shared pages together.
+    pub grouped_steps: usize,
     /// Time in all steps.
     pub time: Duration,
     /// Time in steps that only decoded.
@@ -309,12 +312,8 @@ impl<'a> Engine<'a> {
         }
         self.step.finish(&self.pages).map_err(wrap)?;
 
-        let mut attend = Paged::new(
-            &self.cache,
-            &self.step,
-            self.model.weights(),
-            self.settings.batch_invariant,
-        )?;
+        let mut attend =
+            Paged::new(&self.cache, &self.step, self.model.weights(), self.settings.mode)?;
         let rows = Rows { tokens: &tokens, positions: self.step.positions(), wanted: &wanted };
         let next = match wanted.is_empty() {
             true => {
@@ -334,6 +333,7 @@ impl<'a> Engine<'a> {
         statistics.prompt_rows += prompt_rows;
         statistics.decode_rows += decode_rows;
         statistics.mixed_steps += usize::from(prompt_rows > 0 && decode_rows > 0);
+        statistics.grouped_steps += usize::from(self.settings.mode.groups(&self.step));
         let time = begun.elapsed();
         statistics.time += time;
         statistics.attention_time += attention_time;

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Error, Result};
 use clap::{Parser, ValueEnum};
-use generate::attend::{Attend, Composed, Flash};
+use generate::attend::{Attend, Composed, Flash, Mode};
 use generate::cache::CacheType;
 use generate::engine::{Engine, Request, RequestId, Settings, alone};
 use generate::model::{Llama, Weights};
@@ -62,12 +62,15 @@ struct Arguments {
     /// An answer's bits do not depend on what runs beside it
     #[arg(long)]
     batch_invariant: bool,
+    /// Every request reads all of its pages, instead of reading shared ones together
+    #[arg(long)]
+    no_prefix_groups: bool,
     /// Compute and store every prompt on its own
     #[arg(long)]
     no_shared_prefixes: bool,
     /// How matrix products are computed
-    #[arg(long, value_enum, default_value_t = Products::Quantised)]
-    products: Products,
+    #[arg(long, value_enum, default_value_t = Weights::Quantised)]
+    products: Weights,
     /// Where the model runs: cpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = generate::device)]
     device: Device,
@@ -79,14 +82,14 @@ struct Arguments {
     json: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum Products {
-    /// Candle's quantized products
-    Quantised,
-    /// The same weights in f32
-    F32,
-    /// The same weights, and all that runs through the model, in bf16
-    Bf16,
+impl Arguments {
+    fn mode(&self) -> Mode {
+        match (self.batch_invariant, self.no_prefix_groups) {
+            (true, _) => Mode::BatchInvariant,
+            (false, true) => Mode::Flat,
+            (false, false) => Mode::PrefixGroups,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -121,13 +124,8 @@ fn main() -> std::process::ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let weights = match arguments.products {
-        Products::Quantised => Weights::Quantised,
-        Products::F32 => Weights::F32,
-        Products::Bf16 => Weights::Bf16,
-    };
     let begun = Instant::now();
-    let (model, content) = Llama::load(&arguments.model, weights, &arguments.device)?;
+    let (model, content) = Llama::load(&arguments.model, arguments.products, &arguments.device)?;
     let text = Text::from_content(&content)?;
     eprintln!(
         "{}: {} layers, {}/{} heads of dim {}, loaded in {:.1} s",
@@ -183,7 +181,7 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
         cache: arguments.cache,
         requests: arguments.requests,
         step_tokens: arguments.step_tokens,
-        batch_invariant: arguments.batch_invariant,
+        mode: arguments.mode(),
         share_prefixes: !arguments.no_shared_prefixes,
     };
     let mut engine = Engine::new(model, settings)?;

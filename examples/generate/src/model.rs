@@ -5,20 +5,20 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::RmsNorm;
+use clap::ValueEnum;
 use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 use std::sync::Arc;
 
 /// How matrix products are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Weights {
-    /// With the file's quantized weights.
+    /// Candle's quantized products
     Quantised,
-    /// With the same weights written out in f32, by f32 products: slower, and what other
-    /// implementations compute too.
+    /// The same weights in f32, as other implementations compute them
     F32,
-    /// With weights in bf16, by bf16 products: what GPUs are made for.
+    /// The same weights, and all that runs through the model, in bf16
     Bf16,
 }
 

@@ -4,7 +4,7 @@
 mod support;
 
 use candle_core::Device;
-use generate::attend::{Composed, Flash};
+use generate::attend::{Composed, Flash, Mode};
 use generate::engine::{Engine, Event, Request, RequestId, Settings, alone};
 use generate::model::{Llama, Weights};
 use rand::rngs::StdRng;
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use support::{CONTEXT, request};
 
 fn settings() -> Settings {
-    Settings { blocks: 512, block_size: 8, batch_invariant: true, ..Settings::default() }
+    Settings { blocks: 512, block_size: 8, mode: Mode::BatchInvariant, ..Settings::default() }
 }
 
 fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<Event>> {
@@ -130,6 +130,46 @@ fn shared_prefixes_save_pages_and_change_no_answer() {
         own.1.peak_blocks
     );
     assert!(shared.1.prompt_rows + 11 * system.len() <= own.1.prompt_rows);
+}
+
+/// Reading shared pages together rounds otherwise than reading them alone, and no more than
+/// candle's two attentions differ.
+#[test]
+fn prefix_groups_change_no_answer() {
+    let model = support::model("groups.gguf", Weights::F32);
+    let mut random = StdRng::seed_from_u64(5);
+    let system: Vec<u32> = (0..200).map(|_| random.random_range(0..256)).collect();
+    let mut requests: Vec<Request> =
+        (0..12).map(|i| request(&mut random, &system, 1 + i, 40)).collect();
+    // Some that share nothing.
+    requests.extend((0..3).map(|i| request(&mut random, &[], 30 + i, 40)));
+    let [grouped, flat] = [Mode::PrefixGroups, Mode::Flat].map(|mode| {
+        let settings = Settings { mode, ..settings() };
+        let mut engine = Engine::new(&model, settings).expect("sound");
+        let answers: Vec<Vec<(u32, f32)>> = run(&mut engine, &requests)
+            .iter()
+            .map(|answer| answer.iter().map(|event| (event.token, event.margin)).collect())
+            .collect();
+        (answers, engine.statistics())
+    });
+    let layers = model.config().layers;
+    let (mut tokens, mut ours, mut candle, mut differences) = (0, 0f32, 0f32, Vec::new());
+    for ((grouped, flat), request) in grouped.0.iter().zip(&flat.0).zip(&requests) {
+        let (error, different) = apart(grouped, flat);
+        ours = ours.max(error);
+        differences.extend(different.map(|i| grouped[i].1 + flat[i].1));
+        tokens += different.unwrap_or(grouped.len());
+        let composed =
+            alone(&model, &mut Composed::new(layers, 1, &Device::Cpu).expect("a CPU"), request)
+                .expect("runs");
+        let flash = alone(&model, &mut Flash::new(layers, CONTEXT), request).expect("runs");
+        candle = candle.max(apart(&composed, &flash).0);
+    }
+    println!("{tokens} tokens equal; margins apart: {ours:.1e}, candle's own {candle:.1e}");
+    assert!(ours <= 2.0 * candle, "{ours} {candle}");
+    assert!(differences.iter().all(|&margins| margins <= 2.0 * candle), "{differences:?} {candle}");
+    assert!(tokens > 15 * 20, "{tokens}");
+    assert!(grouped.1.grouped_steps >= 39 && flat.1.grouped_steps == 0, "{:?}", grouped.1);
 }
 
 #[test]

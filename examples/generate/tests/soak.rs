@@ -3,6 +3,7 @@
 
 mod support;
 
+use generate::attend::Mode;
 use generate::cache::CacheType;
 use generate::engine::{Engine, Event, Request, RequestId, Settings};
 use generate::model::{Llama, Weights};
@@ -21,8 +22,13 @@ struct Served {
 }
 
 fn solo(model: &Llama, cache: CacheType, request: &Request) -> Vec<(u32, u32)> {
-    let settings =
-        Settings { blocks: 64, block_size: 8, cache, batch_invariant: true, ..Settings::default() };
+    let settings = Settings {
+        blocks: 64,
+        block_size: 8,
+        cache,
+        mode: Mode::BatchInvariant,
+        ..Settings::default()
+    };
     let mut engine = Engine::new(model, settings).expect("sound");
     engine.submit(request.clone()).expect("sound");
     let mut answer = Vec::new();
@@ -53,7 +59,7 @@ fn soak(file: &str, cache: CacheType) {
         cache,
         requests: 12,
         step_tokens: 40,
-        batch_invariant: true,
+        mode: Mode::BatchInvariant,
         share_prefixes: true,
     };
     let mut engine = Engine::new(&model, settings).expect("sound");

@@ -162,6 +162,64 @@ static void caches_in_8_bits(void) {
     EXPECT(regard_can_implement(&problem, NULL, NULL) == REGARD_STATUS_OK);
 }
 
+/* Appends to pools of codes: keys under scales that the library computes, values under one that is given. */
+static void quantizing_appends(void) {
+    enum { D = 32, TOKENS = 3, BLOCKS = 4, SLOTS = 2 };
+    static float key_rows[TOKENS * KV_HEADS * D], value_rows[TOKENS * KV_HEADS * D], scales[BLOCKS * SLOTS * KV_HEADS];
+    static int8_t keys[BLOCKS * SLOTS * KV_HEADS * D], values[BLOCKS * SLOTS * KV_HEADS * D];
+    static q8_block blocks[BLOCKS * SLOTS * KV_HEADS];
+    float value_scale[1] = {1.0f / 100};
+    int32_t table[2] = {3, 1}, length[1] = {TOKENS};
+    unsigned state = 3;
+    for (int i = 0; i < TOKENS * KV_HEADS * D; i++) key_rows[i] = noise(&state), value_rows[i] = 2 * noise(&state);
+    regard_tensor key = tensor(key_rows, REGARD_DTYPE_F32, 3, TOKENS, KV_HEADS, D, 0);
+    regard_tensor value = tensor(value_rows, REGARD_DTYPE_F32, 3, TOKENS, KV_HEADS, D, 0);
+    regard_tensor key_pool = tensor(keys, REGARD_DTYPE_I8, 4, BLOCKS, SLOTS, KV_HEADS, D);
+    regard_tensor value_pool = tensor(values, REGARD_DTYPE_I8, 4, BLOCKS, SLOTS, KV_HEADS, D);
+    regard_tensor k_scales = tensor(scales, REGARD_DTYPE_F32, 3, BLOCKS, SLOTS, KV_HEADS, 0);
+    regard_tensor v_scales = tensor(value_scale, REGARD_DTYPE_F32, 3, 1, 1, 1, 0);
+    regard_tensor block_table = tensor(table, REGARD_DTYPE_I32, 2, 1, 2, 0, 0);
+    regard_tensor lengths = tensor(length, REGARD_DTYPE_I32, 1, 1, 0, 0, 0);
+    regard_append append;
+    memset(&append, 0, sizeof append);
+    append.size = sizeof append;
+    append.key = &key, append.value = &value, append.key_pool = &key_pool, append.value_pool = &value_pool;
+    append.block_table = &block_table, append.kv_lens = &lengths;
+    append.k_scales = &k_scales, append.v_scales = &v_scales, append.options = REGARD_APPEND_DYNAMIC_K_SCALES;
+    EXPECT(regard_append_run(&append, NULL, NULL) == REGARD_STATUS_OK);
+    for (int token = 0; token < TOKENS; token++) {
+        for (int head = 0; head < KV_HEADS; head++) {
+            int from = (token * KV_HEADS + head) * D, slot = (table[token / SLOTS] * SLOTS + token % SLOTS) * KV_HEADS + head;
+            float largest = 0;
+            for (int i = 0; i < D; i++) largest = fmaxf(largest, fabsf(key_rows[from + i]));
+            EXPECT(scales[slot] == largest / 127);
+            for (int i = 0; i < D; i++) {
+                EXPECT(keys[slot * D + i] == (int8_t)rintf(key_rows[from + i] / scales[slot]));
+                EXPECT(values[slot * D + i] == (int8_t)fmaxf(-127, fminf(127, rintf(value_rows[from + i] / value_scale[0]))));
+            }
+        }
+    }
+    EXPECT(scales[0] == 0 && keys[0] == 0 && values[0] == 0 && value_scale[0] == 1.0f / 100);
+
+    /* Keys in blocks have no scales beside them. */
+    key_pool = tensor(blocks, REGARD_DTYPE_Q8_0, 4, BLOCKS, SLOTS, KV_HEADS, D / 32);
+    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_ARGUMENT, "`k_scales` is given");
+    append.k_scales = NULL, append.options = 0;
+    EXPECT(regard_append_run(&append, NULL, NULL) == REGARD_STATUS_OK);
+    for (int i = 0; i < D; i++) {
+        q8_block block = blocks[table[0] * SLOTS * KV_HEADS];
+        EXPECT(fabsf(f16_number(block.scale) * block.codes[i] - key_rows[i]) <= f16_number(block.scale));
+    }
+
+    /* Wrong in one place. */
+    append.v_scales = NULL;
+    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_ARGUMENT, "`v_scales` is missing");
+    append.v_scales = &v_scales, append.options = REGARD_APPEND_DYNAMIC_V_SCALES;
+    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_ARGUMENT, "`v_scales` is");
+    append.options = 0, value_scale[0] = -1;
+    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_ARGUMENT, "`v_scales");
+}
+
 /* Lists of the keys that rows attend to: the first 10 of them are those of a sequence of 10 keys. */
 static void lists_of_keys(void) {
     enum { D = 32, LEN = 12, ROWS = KEYS * KV_HEADS };
@@ -215,6 +273,7 @@ static void lists_of_keys(void) {
 int main(void) {
     if (regard_abi_version() != REGARD_ABI_VERSION) return 1;
     caches_in_8_bits();
+    quantizing_appends();
     lists_of_keys();
     if (failures > 0) return 1;
     printf("all as expected\n");

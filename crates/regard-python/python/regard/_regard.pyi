@@ -227,6 +227,13 @@ def append(
     rotary_table: Array | None = None,
     interleaved: bool = False,
     query: Array | None = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    dynamic_k_scales: bool = False,
+    dynamic_v_scales: bool = False,
+    kv_format: Format | None = None,
+    k_format: Format | None = None,
+    v_format: Format | None = None,
     kv_layout: Literal["nhd", "hnd"] = "nhd",
     stream: Stream | None = None,
 ) -> None: ...
@@ -240,6 +247,10 @@ def append_latent(
     rotary_table: Array | None = None,
     interleaved: bool = False,
     query: Array | None = None,
+    k_scales: Array | None = None,
+    dynamic_k_scales: bool = False,
+    kv_format: Format | None = None,
+    k_format: Format | None = None,
     kv_layout: Literal["nhd", "hnd"] = "nhd",
     stream: Stream | None = None,
 ) -> None: ...
@@ -337,6 +348,12 @@ class Step:
     def kv_lens(self) -> Buffer: ...
     @property
     def block_table(self) -> Buffer: ...
+    @property
+    def prefix_groups(self) -> Buffer: ...
+    @property
+    def prefix_lens(self) -> Buffer: ...
+    @property
+    def has_prefix_groups(self) -> bool: ...
     @property
     def positions(self) -> Buffer: ...
     @property

@@ -6,14 +6,14 @@ have fake (meta) implementations and compute no gradients: a backward pass raise
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 import regard
 
-__all__ = ["attention", "attention_with_lse"]
+__all__ = ["append", "attention", "attention_with_lse"]
 
 _INFERENCE_ONLY = (
     "regard computes inference only, no gradients: call it under torch.inference_mode() or "
@@ -165,3 +165,60 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Optional[Tensor], *, window=None
     left, right = window if window is not None else (None, None)
     _spread_format(options)
     return _attention_with_lse(q, k, v, window_left=left, window_right=right, **options)
+
+
+# PyTorch takes no optional tensors that are written, so these are a list, with their names.
+@torch.library.custom_op("regard::append", mutates_args=("written",), device_types=("cpu", "cuda"))
+def _append(
+    key: Tensor,
+    value: Tensor,
+    written: List[Tensor],
+    names: str,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Optional[Tensor] = None,
+    rotary_table: Optional[Tensor] = None,
+    interleaved: bool = False,
+    k_scales: Optional[Tensor] = None,
+    v_scales: Optional[Tensor] = None,
+    k_format: Optional[str] = None,
+    v_format: Optional[str] = None,
+    kv_layout: str = "nhd",
+) -> None:
+    options = dict(locals())
+    written = dict(zip(options.pop("names").split(), options.pop("written")))
+    computed = {f"dynamic_{name}": True for name in ("k_scales", "v_scales") if name in written}
+    with torch.no_grad():
+        regard.append(**{**options, **written, **computed})
+
+
+@_append.register_fake
+def _(*args, **options):
+    return None
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    query: Optional[Tensor] = None,
+    dynamic_k_scales: bool = False,
+    dynamic_v_scales: bool = False,
+    **options,
+) -> None:
+    """`regard.append` as the operator `regard::append`, so that a compiled step writes its cache.
+
+    Options are those of `regard.append` but `stream`.
+    """
+    _spread_format(options)
+    written = {"key_pool": key_pool, "value_pool": value_pool}
+    if query is not None:
+        written["query"] = query
+    for name, dynamic in (("k_scales", dynamic_k_scales), ("v_scales", dynamic_v_scales)):
+        if dynamic and options.get(name) is not None:
+            written[name] = options.pop(name)
+    _append(key, value, list(written.values()), " ".join(written), block_table, kv_lens, **options)

@@ -210,6 +210,11 @@ impl Step {
         &self.prefixes.lens
     }
 
+    /// Whether some sequences of the step share their first pages. False before [`Step::finish`].
+    pub fn has_prefix_groups(&self) -> bool {
+        self.prefixes.groups.iter().any(|&group| group >= 0)
+    }
+
     /// The position of each new token in its sequence: what rotary embeddings need.
     pub fn positions(&self) -> &[u32] {
         &self.positions

@@ -4,7 +4,7 @@
 
 use candle_core::{D, Device, Error, Result};
 use clap::Parser;
-use generate::attend::Paged;
+use generate::attend::{Mode, Paged};
 use generate::cache::CacheType;
 use generate::engine::{Engine, Request, RequestId, Settings};
 use generate::model::{Llama, Rows, Weights};
@@ -32,6 +32,9 @@ struct Arguments {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 128)]
     answer: usize,
+    /// How matrix products are computed
+    #[arg(long, value_enum, default_value_t = Weights::F32)]
+    products: Weights,
     /// Caches; answers are compared with those of the first
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [
         CacheType::F16, CacheType::Bf16, CacheType::I8, CacheType::E4m3, CacheType::E5m2,
@@ -55,7 +58,7 @@ fn main() -> std::process::ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let (model, content) = Llama::load(&arguments.model, Weights::Quantised, &Device::Cpu)?;
+    let (model, content) = Llama::load(&arguments.model, arguments.products, &Device::Cpu)?;
     let text = Text::from_content(&content)?;
     let read = |file: &PathBuf| {
         std::fs::read_to_string(file)
@@ -117,7 +120,7 @@ fn perplexity(model: &Llama, cache: CacheType, tokens: &[u32]) -> Result<f64> {
         step.clear();
         step.append(&mut pages, sequence, rows.len()).map_err(Error::wrap)?;
         step.finish(&pages).map_err(Error::wrap)?;
-        let mut attend = Paged::new(&pool, &step, model.weights(), false)?;
+        let mut attend = Paged::new(&pool, &step, model.weights(), Mode::Flat)?;
         let wanted: Vec<u32> = (0..rows.len() as u32).collect();
         let rows = Rows { tokens: rows, positions: step.positions(), wanted: &wanted };
         let logits = model.forward(rows, &mut attend)?;
@@ -139,7 +142,7 @@ fn answers(
     max_tokens: usize,
 ) -> Result<(Vec<Vec<u32>>, usize)> {
     // What is compared is the cache alone: no answer depends on what ran beside it.
-    let settings = Settings { cache, batch_invariant: true, ..Settings::default() };
+    let settings = Settings { cache, mode: Mode::BatchInvariant, ..Settings::default() };
     let mut engine = Engine::new(model, settings)?;
     let mut requests: BTreeMap<RequestId, usize> = BTreeMap::new();
     for (index, question) in questions.iter().enumerate() {

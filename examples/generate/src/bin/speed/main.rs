@@ -65,6 +65,21 @@ enum Command {
         #[arg(long, hide = true)]
         one: Option<bool>,
     },
+    /// Tokens per second over a shared prompt, with and without prefix groups
+    Prefix {
+        /// A GGUF file
+        #[arg(long)]
+        model: PathBuf,
+        /// Numbers of requests
+        #[arg(long, value_delimiter = ',', default_value = "16,64")]
+        requests: Vec<usize>,
+        /// Tokens that all prompts begin with
+        #[arg(long, default_value_t = 2048)]
+        shared: usize,
+        /// Where the results go
+        #[arg(long)]
+        out: PathBuf,
+    },
     /// Decode steps of models of real shapes and random weights, in bf16, with regard's attention
     /// and with candle's
     Shapes {
@@ -88,7 +103,7 @@ enum Command {
     },
     /// The table, in Markdown, and the picture
     Report {
-        /// What `share`, `rate` and `memory` wrote
+        /// What `share`, `rate`, `memory` and `prefix` wrote
         #[arg(required = true)]
         results: Vec<PathBuf>,
         /// Where the picture goes
@@ -131,6 +146,18 @@ struct Memory {
     seconds: f64,
 }
 
+/// Decode steps of requests that share a prompt.
+#[derive(Serialize, Deserialize)]
+struct Prefixed {
+    /// Whether the requests read the prompt's pages together.
+    grouped: bool,
+    requests: usize,
+    common_tokens: usize,
+    /// Medians, in milliseconds.
+    step_ms: f64,
+    attention_ms: f64,
+}
+
 /// A decode step of many requests.
 #[derive(Serialize, Deserialize)]
 struct Served {
@@ -160,6 +187,7 @@ struct Results {
     steps: Vec<Step>,
     rates: Vec<Rate>,
     memory: Vec<Memory>,
+    prefixes: Vec<Prefixed>,
     served: Vec<Served>,
 }
 
@@ -216,6 +244,10 @@ fn run(command: Command) -> Result<()> {
                 },
             )
         }
+        Command::Prefix { model, requests, shared, out } => {
+            let prefixes = measure::prefixes(&model, &requests, shared)?;
+            write(&out, &Results { prefixes, ..Results::default() })
+        }
         Command::Shapes { shapes, device, at, out } => {
             let mut served = Vec::new();
             for shape in shapes {
@@ -228,11 +260,12 @@ fn run(command: Command) -> Result<()> {
             let mut all = Results::default();
             for file in results {
                 let text = std::fs::read_to_string(&file)?;
-                let Results { steps, rates, memory, .. } =
+                let Results { steps, rates, memory, prefixes, .. } =
                     serde_json::from_str(&text).map_err(Error::wrap)?;
                 all.steps.extend(steps);
                 all.rates.extend(rates);
                 all.memory.extend(memory);
+                all.prefixes.extend(prefixes);
             }
             print!("{}", table(&all));
             picture::draw(&all, &plot).map_err(|error| Error::msg(error.to_string()))
@@ -301,6 +334,23 @@ fn table(results: &Results) -> String {
             let Memory { pages_mib, process_mib, seconds, .. } = memory;
             line(format!(
                 "| {what} | {pages_mib:.0} MiB | {process_mib:.0} MiB | {seconds:.1} s |"
+            ));
+        }
+    }
+    if let Some(first) = results.prefixes.first() {
+        line(String::new());
+        line(format!(
+            "| requests over {} tokens in common | prefix groups | tokens per second | step | \
+             attention | its share |",
+            first.common_tokens
+        ));
+        line("|---|---|---|---|---|---|".into());
+        for Prefixed { grouped, requests, step_ms, attention_ms, .. } in &results.prefixes {
+            let (word, rate) = (if *grouped { "yes" } else { "no" }, 1e3 / step_ms);
+            line(format!(
+                "| {requests} | {word} | {:.1} | {step_ms:.1} ms | {attention_ms:.2} ms | {:.0}% |",
+                rate * *requests as f64,
+                100.0 * attention_ms / step_ms
             ));
         }
     }

@@ -1,8 +1,8 @@
 //! The measurements.
 
-use super::{Memory, Rate, Step};
+use super::{Memory, Prefixed, Rate, Step};
 use candle_core::{Device, Result, Tensor};
-use generate::attend::{Attend, Composed, Flash, Paged};
+use generate::attend::{Attend, Composed, Flash, Mode, Paged};
 use generate::engine::{Engine, Request, Settings};
 use generate::model::{Llama, Rows, Weights};
 use regard::paged::PageAllocator;
@@ -61,7 +61,7 @@ impl Contender {
                 let wrap = candle_core::Error::wrap;
                 step.append(pages, *sequence, rows).map_err(wrap)?;
                 step.finish(pages).map_err(wrap)?;
-                let mut attend = Paged::new(cache, &step, weights, false)?;
+                let mut attend = Paged::new(cache, &step, weights, Mode::Flat)?;
                 run(&mut attend)?;
                 Ok(attend.spent())
             }
@@ -202,4 +202,79 @@ pub fn memory(model: &Path, requests: usize, common: usize, share: bool) -> Resu
         "shared {share}: pages {pages_mib:.0} MiB, process {process_mib:.0} MiB, {seconds:.1} s"
     );
     Ok(Memory { shared: share, requests, common_tokens: common, pages_mib, process_mib, seconds })
+}
+
+/// Tokens of each request's own question, and of its answer.
+const QUESTION: usize = 16;
+const ANSWER: usize = 64;
+/// Steps that a setting takes before it is the other one's turn.
+const TURN: usize = 4;
+
+/// An engine of one setting, and the times of its decode steps in milliseconds.
+struct Contestant<'a> {
+    mode: Mode,
+    engine: Engine<'a>,
+    steps: Vec<f64>,
+    attention: Vec<f64>,
+}
+
+impl Contestant<'_> {
+    /// Runs a step; keeps its times if it decoded all requests and did nothing else.
+    fn advance(&mut self, requests: usize) -> Result<()> {
+        let before = self.engine.statistics();
+        self.engine.step()?;
+        let after = self.engine.statistics();
+        if after.decode_step_rows - before.decode_step_rows == requests {
+            let ms = |time: Duration| time.as_secs_f64() * 1e3;
+            self.steps.push(ms(after.decode_time - before.decode_time));
+            self.attention.push(ms(after.decode_attention_time - before.decode_attention_time));
+        }
+        Ok(())
+    }
+}
+
+/// Decode steps over a shared prompt of `common` tokens, with prefix groups and without. Both
+/// settings serve the same requests in this process and take turns.
+pub fn prefixes(model: &Path, requests: &[usize], common: usize) -> Result<Vec<Prefixed>> {
+    let model = load(model, "f32")?;
+    let mut found = Vec::new();
+    for &requests in requests {
+        let block_size = Settings::default().block_size;
+        let own = (QUESTION + ANSWER).div_ceil(block_size) + 1;
+        let blocks = common.div_ceil(block_size) + requests * own;
+        let mut served = Vec::new();
+        for mode in [Mode::Flat, Mode::PrefixGroups] {
+            let settings =
+                Settings { blocks, requests, step_tokens: 256, mode, ..Settings::default() };
+            let mut engine = Engine::new(&model, settings)?;
+            for i in 0..requests {
+                let prompt = [tokens(common, 0), tokens(QUESTION, i + 1)].concat();
+                engine.submit(Request { prompt, max_tokens: ANSWER, stop: Vec::new() })?;
+            }
+            served.push(Contestant { mode, engine, steps: Vec::new(), attention: Vec::new() });
+        }
+        while served.iter().any(|contestant| !contestant.engine.is_idle()) {
+            for contestant in &mut served {
+                (0..TURN).try_for_each(|_| contestant.advance(requests))?;
+            }
+        }
+        for Contestant { mode, steps, attention, .. } in served {
+            let count = steps.len();
+            let (step_ms, attention_ms) = (median(steps), median(attention));
+            eprintln!(
+                "{requests} requests, {mode:?}: {:.1} tokens/s; step {step_ms:.1} ms, attention \
+                 {attention_ms:.2} ms; medians of {count} steps",
+                requests as f64 * 1e3 / step_ms
+            );
+            let grouped = mode == Mode::PrefixGroups;
+            found.push(Prefixed {
+                grouped,
+                requests,
+                common_tokens: common,
+                step_ms,
+                attention_ms,
+            });
+        }
+    }
+    Ok(found)
 }

@@ -3,7 +3,7 @@
 use super::Served;
 use super::measure::{median, tokens};
 use candle_core::{D, DType, Device, Result, Tensor};
-use generate::attend::{Attend, Composed, Paged};
+use generate::attend::{Attend, Composed, Mode, Paged};
 use generate::model::{Config, Llama, Rows, Shape};
 use regard::paged::{PageAllocator, SequenceId, Step};
 use regard_candle::{CacheShape, PagedCache};
@@ -80,7 +80,7 @@ impl Cache {
             self.step.append(&mut self.pages, sequence, 1).map_err(wrap)?;
         }
         self.step.finish(&self.pages).map_err(wrap)?;
-        Paged::new(&self.cache, &self.step, model.weights(), false)
+        Paged::new(&self.cache, &self.step, model.weights(), Mode::Flat)
     }
 }
 
