@@ -1,5 +1,6 @@
-//! Bits of the shipped Metal kernels, run on the host: the same in every run, and the same whether a
-//! pipeline's function constants are variables or, as on a GPU, constants that the compiler folds.
+//! Bits of the shipped Metal kernels, run on the host: the same in every run, and the same whether
+//! a pipeline's function constants are variables or, as on a GPU, constants that the compiler
+//! folds.
 
 #[path = "support/metal.rs"]
 mod support;
