@@ -11,11 +11,11 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COLORS = {"regard": "#1f6feb", "cuDNN": "#76b900", "FlashAttention 2": "#b58a2b", "memory-efficient": "#c9c9c9"}
-COLORS |= {"PyTorch": "#ee4c2c", "PyTorch, two products": "#f4a58c", "ONNX Runtime": "#8c8c8c", "candle": "#c9c9c9"}
+COLORS |= {"PyTorch": "#ee4c2c", "PyTorch, two products": "#f4a58c", "ONNX Runtime": "#8c8c8c", "candle": "#c9c9c9", "ggml": "#7b5ea7"}
 GPU = {"regard": "regard", "PyTorch 2.11.0 cuDNN": "cuDNN", "PyTorch 2.11.0 FlashAttention 2": "FlashAttention 2"}
 GPU |= {"PyTorch 2.11.0 memory-efficient": "memory-efficient"}
-CPU = {"regard": "regard", "PyTorch SDPA 2.15.0": "PyTorch", "PyTorch unfused 2.15.0": "PyTorch, two products"}
-CPU |= {"ONNX Runtime 1.31.1": "ONNX Runtime", "candle-nn 0.11.1": "candle"}
+CPU = {"regard": "regard", "PyTorch SDPA 2.11.0": "PyTorch", "PyTorch unfused 2.11.0": "PyTorch, two products"}
+CPU |= {"ONNX Runtime 1.32.0": "ONNX Runtime", "ggml 0.25.1": "ggml", "candle-nn 0.11.1": "candle"}
 
 
 def median_round(rounds):
@@ -105,8 +105,8 @@ def main():
         ],
     )
 
-    rounds = [f"{peer}.{n}.json" for peer, n in [("regard", 1), ("regard", 2), ("regard", 3), ("pytorch", 1), ("pytorch", 2)]]
-    rounds += ["onnxruntime.1.json", "onnxruntime.2.json", "candle.1.json"]
+    rounds = [f"{peer}.{n}.json" for peer, n in [("regard", 1), ("regard", 2), ("regard", 3), ("pytorch", 1)]]
+    rounds += ["onnxruntime.1.json", "ggml.1.json", "candle.1.json"]
     flops = read("amd-epyc", rounds, CPU, "gflops", 1, median_round)
     bandwidth = read("amd-epyc", rounds, CPU, "gbytes_per_second", 1, median_round)
     shapes = [
@@ -124,8 +124,8 @@ def main():
     picture(
         "amd-epyc/bars.svg",
         "2 cores of an AMD EPYC (Zen 4), 2 threads",
-        "PyTorch 2.15, ONNX Runtime 1.31 and candle-nn 0.11 on the same cores; no bar: not run. Longer is faster.",
-        ["regard", "PyTorch", "PyTorch, two products", "ONNX Runtime", "candle"],
+        "PyTorch 2.11, ONNX Runtime 1.32, ggml 0.25 and candle-nn 0.11 on the same cores; no bar: not run. Longer is faster.",
+        ["regard", "PyTorch", "PyTorch, two products", "ONNX Runtime", "ggml", "candle"],
         [
             ("Causal prefill, GFLOP/s (32/8 heads, dim 128)", shapes, flops, 0),
             ("Decode, GB/s of keys and values (32/8 heads, dim 128)", tokens, bandwidth, 1),

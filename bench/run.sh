@@ -40,6 +40,7 @@ cargo build --release --quiet -p regard-cli
 peers=()
 "$python" -c "import numpy, torch" 2>/dev/null && peers+=(pytorch) || echo "PyTorch is not installed: left out" >&2
 "$python" -c "import numpy, onnx, onnxruntime" 2>/dev/null && peers+=(onnxruntime) || echo "ONNX Runtime is not installed: left out" >&2
+"$python" bench/peers/ggml_attention.py --check 2>/dev/null && peers+=(ggml) || echo "ggml is not installed: left out" >&2
 if CARGO_TARGET_DIR=$target/peers cargo build --release --quiet --manifest-path bench/peers/candle/Cargo.toml; then
     peers+=(candle)
 else
@@ -62,6 +63,9 @@ run_peer() {
         onnxruntime)
             types=$(only f32 f16) || return 0
             "$python" bench/peers/onnxruntime_attention.py --threads "$threads" --dtype "$types" --seconds "$seconds" --wait "$wait" --out "$file" "${names[@]}"
+            ;;
+        ggml)
+            "$python" bench/peers/ggml_attention.py --threads "$threads" --dtype "$types" --seconds "$seconds" --wait "$wait" --out "$file" "${names[@]}"
             ;;
         candle)
             # Its 16-bit types take minutes a shape: one element after the other.
@@ -86,7 +90,7 @@ done
 
 from=() against=()
 for file in "$out"/regard.*.json; do from+=(--from "$file"); done
-for file in "$out"/{pytorch,onnxruntime,candle}.*.json; do
+for file in "$out"/{pytorch,onnxruntime,ggml,candle}.*.json; do
     if [ -e "$file" ]; then against+=(--against "$file"); fi
 done
 "$target/release/regard" bench "${from[@]}" --from "$out/bounds.json" ${against[@]+"${against[@]}"} --markdown | tee "$out/table.md"

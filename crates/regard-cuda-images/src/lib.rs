@@ -13,12 +13,12 @@ pub struct Index {
     pub images: &'static [Image],
 }
 
-/// Images, compressed together by zstd.
+/// Images, compressed together by LZMA.
 #[derive(Debug, Clone, Copy)]
 pub struct Archive {
     /// The size when unpacked, in bytes.
     pub bytes: usize,
-    /// The zstd frame.
+    /// The LZMA file.
     pub packed: &'static [u8],
 }
 

@@ -4,17 +4,19 @@
 //! generation of GPUs. Images of one kind of modules that differ only in types and in rows of tiles
 //! lie in one archive: they are similar, and together they compress to little more than each of
 //! them does. An archive starts with a line for each image (name, bytes, and whether its kernels
-//! start early) and an empty line; the images follow. It is compressed by zstd.
+//! start early) and an empty line; the images follow. It is an LZMA file.
 
 use super::{Image, Module};
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write;
+use lzma_rust2::{LzmaOptions, LzmaReader, LzmaWriter};
+use std::fmt::Write as _;
 use std::fs;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-/// As small as zstd gets: it is packed once and unpacked as fast at any level.
-const LEVEL: i32 = 22;
+/// The preset that packs most: it is packed once and unpacked as fast by any.
+const PRESET: u32 = 9;
 
 /// The index, in the same folder.
 const INDEX: &str = "index.rs";
@@ -31,8 +33,10 @@ pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes
 /// text. Only Hopper's machine code is in such small archives, which unpack in 20 ms. The others
 /// are named after the family alone: together they are smaller, and unpack in less than 100 ms.
 fn archive_name(module: &Module, kind: &str) -> String {
-    const OWN: [&str; 12] =
-        ["f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "general", "plain", "sm80", "sm90"];
+    const OWN: [&str; 13] = [
+        "f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "lists", "general", "plain", "sm80",
+        "sm90",
+    ];
     let is_rows = |word: &str| {
         word.strip_prefix('r').is_some_and(|rows| rows.bytes().all(|byte| byte.is_ascii_digit()))
     };
@@ -43,7 +47,7 @@ fn archive_name(module: &Module, kind: &str) -> String {
     if kind != "sm_90a" && ["decode", "prefill"].contains(&words[0]) {
         words.truncate(1);
     }
-    format!("{}.{kind}.zst", words.join("_"))
+    format!("{}.{kind}.lzma", words.join("_"))
 }
 
 /// Names become files and Rust strings: plain ones, each once.
@@ -64,14 +68,29 @@ pub fn check_names(modules: &[Module]) -> Result<()> {
 /// Images of one kind by their modules' names.
 type Archive = BTreeMap<String, Image>;
 
-fn pack(archive: &Archive) -> Result<Vec<u8>> {
+/// The options for an archive. Instructions of machine code have 16 bytes: what a byte is depends
+/// on its place among them. PTX is text, where it depends on the byte before.
+fn options(kind: &str, bytes: usize) -> LzmaOptions {
+    let mut options = LzmaOptions::with_preset(PRESET);
+    options.dict_size = u32::try_from(bytes.next_multiple_of(1 << 12)).unwrap_or(u32::MAX);
+    (options.lc, options.lp, options.pb) = match kind == super::PTX {
+        true => (4, 0, 0),
+        false => (0, 4, 4),
+    };
+    options
+}
+
+fn pack(kind: &str, archive: &Archive) -> Result<Vec<u8>> {
     let mut content = String::new();
     for (name, image) in archive {
         writeln!(content, "{name} {} {}", image.bytes.len(), image.starts_early)?;
     }
     let mut content = (content + "\n").into_bytes();
     archive.values().for_each(|image| content.extend(&image.bytes));
-    zstd::bulk::compress(&content, LEVEL).context("compressing an archive")
+    let (options, bytes) = (options(kind, content.len()), Some(content.len() as u64));
+    let mut writer = LzmaWriter::new_use_header(Vec::new(), &options, bytes)?;
+    writer.write_all(&content).context("compressing an archive")?;
+    writer.finish().context("compressing an archive")
 }
 
 /// An image in an archive.
@@ -85,7 +104,9 @@ struct Packed {
 
 /// The images of an archive.
 fn unpack(packed: &[u8]) -> Result<Vec<Packed>> {
-    let content = zstd::stream::decode_all(packed).context(BROKEN)?;
+    let mut content = Vec::new();
+    let mut reader = LzmaReader::new_mem_limit(packed, u32::MAX, None).context(BROKEN)?;
+    reader.read_to_end(&mut content).context(BROKEN)?;
     let mut at = content.windows(2).position(|two| two == b"\n\n").context(BROKEN)? + 2;
     let head = std::str::from_utf8(&content[..at]).context(BROKEN)?;
     let mut images = Vec::new();
@@ -133,7 +154,8 @@ pub fn write<'a>(
     }
     let archives: Vec<_> = archives.iter().collect();
     super::in_parallel(&archives, jobs, |(name, archive)| {
-        fs::write(folder.join(name), pack(archive)?).with_context(|| format!("writing {name}"))
+        let kind = listed.get(*name).map_or(super::PTX, |(kind, _)| kind);
+        fs::write(folder.join(name), pack(kind, archive)?).with_context(|| format!("writing {name}"))
     })?;
     Ok(())
 }

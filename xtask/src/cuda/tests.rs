@@ -91,20 +91,20 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds");
     let ptx = fs::read_to_string(folders.scratch.join("sample.ptx")).expect("written");
     assert!(ptx.starts_with(".version 8.0\n.target sm_80\n"), "{ptx}");
-    let first = fs::read(folders.images.join("sample.ptx.zst")).expect("written");
+    let first = fs::read(folders.images.join("sample.ptx.lzma")).expect("written");
     let index = fs::read_to_string(folders.images.join("index.rs")).expect("written");
-    assert!(index.contains("include_bytes!(\"sample_90a.sm_90a.zst\")"), "{index}");
+    assert!(index.contains("include_bytes!(\"sample_90a.sm_90a.lzma\")"), "{index}");
     check(&modules, false, &everything(), setup(&folders, &tools)).expect("nothing has changed");
 
     build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds again");
     assert_eq!(
         first,
-        fs::read(folders.images.join("sample.ptx.zst")).expect("written"),
+        fs::read(folders.images.join("sample.ptx.lzma")).expect("written"),
         "the same bytes"
     );
 
     fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
-    fs::write(folders.images.join("gone.ptx.zst"), "").expect("writable");
+    fs::write(folders.images.join("gone.ptx.lzma"), "").expect("writable");
     let error = check(&modules, false, &everything(), setup(&folders, &tools))
         .expect_err("the header has changed");
     let error = error.to_string();
@@ -112,7 +112,7 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
         "module sample ships",
         "the first difference is line",
         "cargo xtask cuda build",
-        "gone.ptx.zst ships",
+        "gone.ptx.lzma ships",
         "module sample_90a ships",
         "bytes of machine code for sm_80",
     ] {
@@ -120,7 +120,7 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     }
 
     build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds");
-    assert!(!folders.images.join("gone.ptx.zst").exists());
+    assert!(!folders.images.join("gone.ptx.lzma").exists());
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     assert!(!not_recorded(&modules).contains("module second ships"));
     modules[1].must_not_spill = false;
     let (image, other) =
-        (folders.images.join("second.sm_80.zst"), folders.images.join("spilling.sm_80.zst"));
+        (folders.images.join("second.sm_80.lzma"), folders.images.join("spilling.sm_80.lzma"));
     let kept = fs::read(&image).expect("written");
     fs::copy(other, &image).expect("writable");
     not_recorded(&modules);

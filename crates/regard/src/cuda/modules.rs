@@ -5,9 +5,10 @@ use crate::error::Error;
 use crate::machine::CudaFacts;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys;
+use lzma_rust2::LzmaReader;
 use regard_cuda_images::{Archive, Image, Index};
-use ruzstd::decoding::FrameDecoder;
 use std::collections::HashMap;
+use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// The image indexes, one per crate.
@@ -56,11 +57,13 @@ fn unpack(Shipped { image, archive }: Shipped) -> Result<Vec<u8>, Error> {
 /// All images of an archive.
 fn unpack_archive(archive: &Archive) -> Result<Vec<u8>, String> {
     let Archive { bytes, packed } = *archive;
-    let mut content = vec![0; bytes];
-    match FrameDecoder::new().decode_all(packed, &mut content) {
-        Ok(unpacked) if unpacked == bytes => Ok(content),
-        Ok(unpacked) => Err(format!("{unpacked} bytes of {bytes}")),
-        Err(error) => Err(error.to_string()),
+    let mut content = Vec::with_capacity(bytes);
+    LzmaReader::new_mem_limit(packed, u32::MAX, None)
+        .and_then(|mut reader| reader.read_to_end(&mut content))
+        .map_err(|error| error.to_string())?;
+    match content.len() == bytes {
+        true => Ok(content),
+        false => Err(format!("{} bytes of {bytes}", content.len())),
     }
 }
 

@@ -381,12 +381,13 @@ impl<M: Memory> Outputs<'_, M> {
                     "strides that give every element a place of its own",
                 ));
             }
+            let range = tensor.byte_range();
             let inputs = inputs.named().map(|(other, input)| (other, input.byte_range()));
             let outputs = written[i + 1..]
                 .iter()
                 .filter_map(|(other, output)| Some((*other, output.as_ref()?.byte_range())));
-            for (other, range) in inputs.chain(outputs) {
-                if overlaps(tensor.byte_range(), range) {
+            for (other, other_range) in inputs.chain(outputs) {
+                if overlaps(range, other_range) {
                     return Err(Error::argument(
                         *name,
                         format!("memory shared with `{other}`"),

@@ -12,12 +12,12 @@ const CHAIN_VECTORS: usize = MAX_HEAD_DIM / 8;
 
 pub type DotsFn = unsafe fn(&Dots);
 
-/// Scores of `M` query rows of a head against `J` of its keys.
+/// Scores of `M` query rows of a head against a block of its keys, `J` at a time.
 pub struct Dots<'a> {
     /// `M` rows, `query_stride` apart.
     pub queries: *const f32,
     pub query_stride: usize,
-    /// The keys' addresses for head 0, and the offset to add to each. If there are fewer than `J`,
+    /// The keys' addresses for head 0, and the offset to add to each. In a group of fewer than `J`,
     /// the last one is repeated.
     pub keys: &'a [*const u8],
     pub offset: i64,
@@ -39,15 +39,47 @@ pub struct Dots<'a> {
 pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
     work: &Dots,
 ) {
+    let vectors_per_step = if PAIRED { 2 } else { 1 };
+    let steps = work.keys.len().div_ceil(J) * work.dims.div_ceil(V::LANES * vectors_per_step);
+    let lines_per_step = work.prefetch.lines().div_ceil(steps);
+    let mut cursor = PrefetchCursor::default();
+    for (group, addresses) in work.keys.chunks(J).enumerate() {
+        let mut keys = [std::ptr::null::<u8>(); J];
+        for (j, key) in keys.iter_mut().enumerate() {
+            let address = addresses[j.min(addresses.len() - 1)];
+            *key = address.wrapping_offset(work.offset as isize);
+        }
+        let scores = work.scores.wrapping_add(group * J);
+        // SAFETY: same contract, for the keys of the group.
+        unsafe {
+            let group = Group::<J> { keys, count: addresses.len(), scores };
+            group_dots::<V, E, M, J, PAIRED>(work, &group, &mut cursor, lines_per_step);
+        }
+    }
+}
+
+/// `J` keys of a block, of which `count` are not repeated, and where their scores go.
+struct Group<const J: usize> {
+    keys: [*const u8; J],
+    count: usize,
+    scores: *mut f32,
+}
+
+/// [`dots`] of one group of keys.
+///
+/// # Safety
+/// As [`dots`].
+#[inline(always)]
+unsafe fn group_dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
+    work: &Dots,
+    group: &Group<J>,
+    cursor: &mut PrefetchCursor,
+    lines_per_step: usize,
+) {
+    let Group { keys, count, .. } = *group;
     // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys lie inside their
     // rows. There is at least one key, and at most J scores are stored per row.
     unsafe {
-        let count = work.keys.len().min(J);
-        let mut keys = [std::ptr::null::<u8>(); J];
-        for (j, key) in keys.iter_mut().enumerate() {
-            *key = work.keys[j.min(count - 1)].wrapping_offset(work.offset as isize);
-        }
-        let mut cursor = PrefetchCursor::default();
         let mut scores = [0.0f32; 16];
         let mut dim = 0;
         while dim < work.dims {
@@ -61,7 +93,7 @@ pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const 
                 let pairs = (end - dim).min(2 * V::LANES);
                 // Before the loads: across these branches the loaded vectors would not all fit into
                 // registers.
-                for _ in 0..J {
+                for _ in 0..lines_per_step {
                     cursor.prefetch_line::<V>(&work.prefetch);
                 }
                 let mut columns = [V::splat(0.0); J];
@@ -78,7 +110,7 @@ pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const 
                 dim += pairs;
             }
             while dim < end {
-                for _ in 0..J {
+                for _ in 0..lines_per_step {
                     cursor.prefetch_line::<V>(&work.prefetch);
                 }
                 let mut columns = [V::splat(0.0); J];
@@ -104,11 +136,17 @@ pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const 
         }
         for m in 0..M {
             let from = scores.as_ptr().add(m * J);
-            let to = work.scores.add(m * work.score_stride);
-            // One store for a full group.
-            match count == J {
-                true => to.cast::<[f32; J]>().write_unaligned(from.cast::<[f32; J]>().read()),
-                false => to.copy_from_nonoverlapping(from, count),
+            let to = group.scores.add(m * work.score_stride);
+            if count == J {
+                to.cast::<[f32; J]>().write_unaligned(from.cast::<[f32; J]>().read());
+                continue;
+            }
+            // Not a copy of `count` floats: the compiler would join it with the store above, into
+            // a call of `memcpy` for every row.
+            for j in 0..J - 1 {
+                if j < count {
+                    *to.add(j) = *from.add(j);
+                }
             }
         }
     }

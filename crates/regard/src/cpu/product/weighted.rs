@@ -47,11 +47,14 @@ pub unsafe fn weighted<
         // From zero: the values of one call are one partial sum of the sum over all keys.
         let mut sums = [[V::splat(0.0); N]; M];
         let mut cursor = PrefetchCursor::default();
+        let lines_per_step = work.prefetch.lines().div_ceil(work.values.len());
         for (k, value) in work.values.iter().enumerate() {
             let value = value.wrapping_offset(work.offset as isize).cast::<E>();
             let mut columns = [V::splat(0.0); N];
             for (n, column) in columns.iter_mut().enumerate() {
                 *column = E::load::<V>(value.add(n * V::LANES));
+            }
+            for _ in 0..lines_per_step {
                 cursor.prefetch_line::<V>(&work.prefetch);
             }
             for (m, row) in sums.iter_mut().enumerate() {
@@ -82,6 +85,7 @@ unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weigh
         // From zero: the values of one call are one partial sum of the sum over all keys.
         let mut sums = [[V::splat(0.0); N]; M];
         let mut cursor = PrefetchCursor::default();
+        let lines_per_step = work.prefetch.lines().div_ceil(work.values.len().div_ceil(2));
         let mut k = 0;
         while k < work.values.len() {
             // An odd last value is paired with itself, with probability 0.
@@ -89,7 +93,7 @@ unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weigh
             let (low, high) = (value(k), value(if pair { k + 1 } else { k }));
             let mut columns = [V::splat(0.0); N];
             V::interleave_all(low, high, &mut columns);
-            for _ in 0..N {
+            for _ in 0..lines_per_step {
                 cursor.prefetch_line::<V>(&work.prefetch);
             }
             for (m, row_sums) in sums.iter_mut().enumerate() {

@@ -5,6 +5,7 @@
 //! or never used to read. Its byte offset may wrap.
 
 use super::list_tile::ListTile;
+use crate::cpu::product::prefetch::PrefetchRows;
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::{Dims, Tensor};
 use std::ops::Range;
@@ -211,12 +212,15 @@ pub const MAX_BLOCK_TOKENS: usize = 64;
 /// prefetchers and DRAM all handle badly. So several heads are computed together, and rows are
 /// prefetched in memory order, one block of tokens ahead ([`PrefetchOrder`]).
 pub struct HeadRows<'a> {
-    /// The address of each token's first head, followed by some more tokens for prefetching.
+    /// The address of each token's first head, followed by those of later tokens, as far as known,
+    /// for prefetching.
     pub addresses: &'a [*const u8],
     pub head_bytes: i64,
     pub tokens: usize,
     pub heads: usize,
     pub token_major: bool,
+    /// Bytes of a head's row.
+    pub row_bytes: usize,
 }
 
 impl<'a> HeadRows<'a> {
@@ -225,10 +229,11 @@ impl<'a> HeadRows<'a> {
         addresses: &'a [*const u8],
         tokens: usize,
         heads: usize,
+        row_bytes: usize,
     ) -> HeadRows<'a> {
         let head_bytes = keys.head_bytes;
         let token_major = heads > 1 && head_bytes.unsigned_abs() < keys.key_bytes.unsigned_abs();
-        HeadRows { addresses, head_bytes, tokens, heads, token_major }
+        HeadRows { addresses, head_bytes, tokens, heads, token_major, row_bytes }
     }
 
     /// Byte offset from a token's first head to head `head`. With a single head the stride may be
@@ -237,44 +242,61 @@ impl<'a> HeadRows<'a> {
         (head as i64).wrapping_mul(self.head_bytes)
     }
 
-    /// The rows to prefetch while the tokens of `block` are computed: as many rows of the tokens
-    /// that follow, in memory order. Each head of the block prefetches the next portion of them.
+    /// The rows to prefetch while the tokens of `block` are computed: those of as many tokens that
+    /// follow, in memory order. Each head of the block prefetches the next portion of them.
     pub fn prefetch_after(&self, block: &Range<usize>) -> PrefetchOrder<'_> {
-        PrefetchOrder { rows: self, first: block.end, count: block.len(), token: 0, head: 0 }
+        let end = self.addresses.len().min(block.end + block.len());
+        self.prefetch_order(block.end.min(end)..end)
+    }
+
+    /// The rows of these tokens, in memory order, in a portion per head.
+    pub fn prefetch_order(&self, tokens: Range<usize>) -> PrefetchOrder<'_> {
+        PrefetchOrder { rows: self, tokens: &self.addresses[tokens], token: 0, head: 0 }
     }
 }
 
 /// The rows of the next block, in memory order.
 pub struct PrefetchOrder<'a> {
     rows: &'a HeadRows<'a>,
-    first: usize,
-    count: usize,
+    /// The address of each token's first head.
+    tokens: &'a [*const u8],
     token: usize,
     head: usize,
 }
 
 impl PrefetchOrder<'_> {
-    /// The next rows, as many as one head has in the block.
+    /// The next rows, as many as there are tokens.
     #[inline(always)]
     pub fn next_rows<'b>(
         &mut self,
         rows: &'b mut [*const u8; MAX_BLOCK_TOKENS],
-    ) -> &'b [*const u8] {
-        let last = self.rows.addresses.len() - 1;
-        for row in &mut rows[..self.count] {
-            let address = self.rows.addresses[(self.first + self.token).min(last)];
-            *row = address.wrapping_offset(self.rows.head_offset(self.head) as isize);
-            let (inner, end) = match self.rows.token_major {
-                true => (&mut self.head, self.rows.heads),
-                false => (&mut self.token, self.count),
-            };
-            *inner += 1;
-            if *inner == end {
-                *inner = 0;
-                *(if self.rows.token_major { &mut self.token } else { &mut self.head }) += 1;
+    ) -> PrefetchRows<'b> {
+        let HeadRows { head_bytes, heads, token_major, row_bytes, .. } = *self.rows;
+        let rows = &mut rows[..self.tokens.len()];
+        if !token_major {
+            let offset = self.rows.head_offset(self.head) as isize;
+            for (row, address) in rows.iter_mut().zip(self.tokens) {
+                *row = address.wrapping_offset(offset);
+            }
+            self.head += 1;
+            return PrefetchRows { rows, row_bytes };
+        }
+        let mut filled = 0;
+        while filled < rows.len() {
+            let count = (rows.len() - filled).min(heads - self.head);
+            let mut offset = self.rows.head_offset(self.head);
+            let address = self.tokens[self.token];
+            for row in &mut rows[filled..filled + count] {
+                *row = address.wrapping_offset(offset as isize);
+                offset = offset.wrapping_add(head_bytes);
+            }
+            filled += count;
+            self.head += count;
+            if self.head == heads {
+                (self.token, self.head) = (self.token + 1, 0);
             }
         }
-        &rows[..self.count]
+        PrefetchRows { rows, row_bytes }
     }
 }
 

@@ -123,13 +123,16 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Fills `addresses` as [`Operand::addresses`] does. Entries past the last key repeat its
-    /// address: they are only prefetched.
-    pub fn padded_addresses(&self, span: &TileSpan, addresses: &mut [*const u8]) {
+    /// The addresses of the span's rows, and of those that follow up to the span's end, as far as
+    /// there is room: they are only prefetched.
+    pub fn known_addresses<'b>(
+        &self,
+        span: &TileSpan,
+        addresses: &'b mut [*const u8],
+    ) -> &'b [*const u8] {
         let known = (span.end - span.first_key()).min(addresses.len());
         self.addresses(span, &mut addresses[..known]);
-        let last = addresses[known - 1];
-        addresses[known..].fill(last);
+        &addresses[..known]
     }
 
     /// Loads the scales of a tile's valid keys. Those of other keys are 1: their probability is 0,

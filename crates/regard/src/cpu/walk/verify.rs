@@ -98,15 +98,17 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     unsafe {
         let addresses = scratch.addresses(ctx.sizes());
         let [k_addresses, v_addresses] = addresses.map(|addresses| &mut *addresses);
-        k.padded_addresses(span, k_addresses);
-        v.padded_addresses(span, v_addresses);
-        let k_rows = HeadRows::new(&k.rows, k_addresses, valid.len(), item.heads.len());
+        let k_addresses = k.known_addresses(span, k_addresses);
+        let v_addresses = v.known_addresses(span, v_addresses);
+        let (tokens, heads) = (valid.len(), item.heads.len());
+        let sizes = ctx.sizes();
+        let k_rows = HeadRows::new(&k.rows, k_addresses, tokens, heads, sizes.key_bytes);
         compute_scores::<V, E, PAIRED>(ctx, &k.reader, &k_rows, valid.start);
         let mut factors = [1.0f32; ITEM_ROWS];
         let scores = |row| score_row(ctx, row);
         let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
         softmax_rows(ctx, 0..item.all_rows(), span, computed, scores, &mut factors);
-        let v_rows = HeadRows::new(&v.rows, v_addresses, valid.len(), item.heads.len());
+        let v_rows = HeadRows::new(&v.rows, v_addresses, tokens, heads, sizes.value_bytes);
         accumulate_output::<V, E, PAIRED>(ctx, &v.reader, &v_rows, valid.start, &mut factors);
     }
 }
@@ -135,10 +137,7 @@ unsafe fn compute_scores<V: Vector, E: Storage, const PAIRED: bool>(
         let tokens = start..k_rows.tokens.min(block_end);
         let mut prefetch_order = k_rows.prefetch_after(&tokens);
         for head in 0..k_rows.heads {
-            let prefetch = PrefetchRows {
-                rows: prefetch_order.next_rows(&mut buffer),
-                row_bytes: ctx.sizes().key_bytes,
-            };
+            let prefetch = prefetch_order.next_rows(&mut buffer);
             let block = HeadBlock { head, tokens: tokens.clone(), first };
             // SAFETY: same contract.
             unsafe {
@@ -285,10 +284,7 @@ unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
         let tokens = start..v_rows.tokens.min(block_end);
         let mut prefetch_order = v_rows.prefetch_after(&tokens);
         for head in 0..v_rows.heads {
-            let prefetch = PrefetchRows {
-                rows: prefetch_order.next_rows(&mut buffer),
-                row_bytes: ctx.sizes().value_bytes,
-            };
+            let prefetch = prefetch_order.next_rows(&mut buffer);
             let factors = &factors[head * rows..(head + 1) * rows];
             let block = HeadBlock { head, tokens: tokens.clone(), first };
             // SAFETY: same contract.
