@@ -8,8 +8,8 @@
 
 use super::{Image, Module};
 use anyhow::{Context, Result, bail};
-use std::collections::{BTreeMap, BTreeSet};
 use lzma_rust2::{LzmaOptions, LzmaReader, LzmaWriter};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read, Write};
@@ -30,8 +30,8 @@ pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes
 /// The archive of a module's image of that kind: named after the module, without its types, the
 /// rows of its tiles, its cache, its build and its main loop (`f16`, `r32`, `q8_0`, `plain`,
 /// `sm90`). What is left is above all the head dims: modules of the same ones share most of their
-/// text. Only Hopper's machine code is in such small archives, which unpack in 20 ms. The others
-/// are named after the family alone: together they are smaller, and unpack in less than 100 ms.
+/// text. Only Hopper's machine code is in such small archives, which unpack in 30 ms. The others
+/// are named after the family alone: together they are smaller, and unpack in some 100 ms.
 fn archive_name(module: &Module, kind: &str) -> String {
     const OWN: [&str; 13] = [
         "f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "lists", "general", "plain", "sm80",
@@ -155,7 +155,8 @@ pub fn write<'a>(
     let archives: Vec<_> = archives.iter().collect();
     super::in_parallel(&archives, jobs, |(name, archive)| {
         let kind = listed.get(*name).map_or(super::PTX, |(kind, _)| kind);
-        fs::write(folder.join(name), pack(kind, archive)?).with_context(|| format!("writing {name}"))
+        fs::write(folder.join(name), pack(kind, archive)?)
+            .with_context(|| format!("writing {name}"))
     })?;
     Ok(())
 }
