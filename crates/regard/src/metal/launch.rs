@@ -35,6 +35,7 @@ pub struct Binding {
 
 /// The parameters of a dispatch: buffer 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "few exist, and they are copied as parameters are")]
 pub enum Params {
     /// Of the attention kernels and `combine`.
     Attention(AttentionParameters),
@@ -152,7 +153,8 @@ impl Dispatches {
         self.attention.iter().flat_map(|attention| attention.cut(self.pieces))
     }
 
-    /// The combination of partial states, which reads what all of attention wrote: a barrier comes before it.
+    /// The combination of partial states, which reads what all of attention wrote: a barrier comes
+    /// before it.
     pub fn combine(&self) -> Option<&Dispatch> {
         self.combine.as_ref()
     }
@@ -495,8 +497,8 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
     Pipeline { function: launch.function, constants }
 }
 
-/// The parameters of the attention kernels and `combine`, from operands that are checked and covered
-/// by the plan.
+/// The parameters of the attention kernels and `combine`, from operands that are checked and
+/// covered by the plan.
 fn attention(
     plan: &Plan,
     problem: &Problem,

@@ -32,7 +32,8 @@ impl BackendPlan for Launch {
         let combine = self.combine.map_or(String::new(), |combine| format!("; then {combine}"));
         let map = if self.map.is_some() { "the tile map of the mask; then " } else { "" };
         let text = format!(
-            "{map}{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{combine}",
+            "{map}{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory \
+             each{combine}",
             self.grid, self.simd_groups, self.threadgroup_bytes
         );
         let groups = (problem.prefix_groups > 0).then(|| {

@@ -128,8 +128,8 @@ struct Sequence {
     // The first key that is a new token, for a tree mask.
     int first_new;
     // With lists of keys a threadgroup's sequence is one row: its number among all rows, and among those of its
-    // sequence. Otherwise the sequence's index, and 0.
-    int grid_index;
+    // sequence.
+    int list_row;
     int first_token;
 };
 
@@ -166,7 +166,7 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     if (params.given_key_offsets != 0) sequence.key_offset = operands.key_offsets[index];
     sequence.position -= sequence.key_offset;
     sequence.first_new = sequence.kv_len - sequence.q_len;
-    sequence.grid_index = index;
+    sequence.list_row = 0;
     sequence.first_token = 0;
     return sequence;
 }
@@ -190,7 +190,7 @@ METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& param
     }
     const int token = row - first;
     Sequence sequence = load_sequence(min(index, params.sequences - 1), params, operands);
-    sequence.grid_index = row;
+    sequence.list_row = row;
     if (index >= params.sequences || token < 0 || token >= sequence.q_len) {
         sequence.q_len = 0;
         return sequence;
@@ -285,7 +285,7 @@ struct KeyList {
 METAL_FUNC KeyList key_list(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
     if (LISTS == 0) return {operands.key_indices, int2(0, 0)};
     const long at =
-        long(head.sequence.grid_index) * params.list_strides.token + long(head.kv_head) * params.list_strides.head;
+        long(head.sequence.list_row) * params.list_strides.token + long(head.kv_head) * params.list_strides.head;
     return {operands.key_indices + at, visible_range(head.sequence.position, head.sequence, params)};
 }
 
@@ -293,7 +293,7 @@ METAL_FUNC KeyList key_list(SequenceHead head, constant AttentionParameters& par
 METAL_FUNC int list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
     if (params.given_key_counts == 0) return params.list_len;
     const long at =
-        long(head.sequence.grid_index) * params.count_strides.token + long(head.kv_head) * params.count_strides.head;
+        long(head.sequence.list_row) * params.count_strides.token + long(head.kv_head) * params.count_strides.head;
     return clamp(operands.key_counts[at], 0, params.list_len);
 }
 
@@ -604,7 +604,8 @@ METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, Stat
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
 METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead head,
                                     constant AttentionParameters& params) {
-    long heads = long(head.sequence.grid_index) * long(params.kv_heads) + long(head.kv_head);
+    const int number = LISTS != 0 ? head.sequence.list_row : head.sequence.index;
+    long heads = long(number) * long(params.kv_heads) + long(head.kv_head);
     long state = heads * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }

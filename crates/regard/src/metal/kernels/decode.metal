@@ -45,16 +45,13 @@ template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
 METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread V (&vectors)[COUNT][CHUNKS]) {
     UNROLL
     for (int j = 0; j < COUNT; j++) {
-        int token = first + j;
+        const int token = first + j;
         UNROLL
         for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
-        bool present = token >= loads.walk.range.x && token < loads.walk.range.y;
-        if (LISTS != 0 && present) {
-            token = listed_key(loads.walk.list, view, token);
-            present = token >= 0;
-        }
-        if (present) {
-            device const T* row = key_address(view, token);
+        if (token >= loads.walk.range.x && token < loads.walk.range.y) {
+            const int key = LISTS != 0 ? listed_key(loads.walk.list, view, token) : token;
+            if (LISTS != 0 && key < 0) continue;
+            device const T* row = key_address(view, key);
             UNROLL
             for (int c = 0; c < CHUNKS; c++)
                 vectors[j][c] =
