@@ -52,6 +52,7 @@ fn words(line: &str) -> Vec<String> {
     words.truncate(end.unwrap_or(words.len()));
     let placeholder = |word: String| match word.as_str() {
         "N" => "5".to_string(),
+        "$profile" => "small".to_string(),
         // A variable of a script.
         variable if variable.starts_with('$') => "5".to_string(),
         _ => word,
