@@ -42,8 +42,8 @@ rm -rf "$wheels"
 wheel=$(echo "$wheels"/*.whl)
 bytes=$(stat -c %s "$wheel")
 echo "$(basename "$wheel"): $bytes bytes"
-if [ "$bytes" -gt $((15 << 20)) ]; then
-    echo "the wheel exceeds 15 MiB"
+if [ "$bytes" -gt 15000000 ]; then
+    echo "the wheel exceeds 15 MB"
     exit 1
 fi
 "$python" -m pip install --quiet --no-deps --force-reinstall "$wheel"

@@ -31,7 +31,7 @@ pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes
 /// rows of its tiles, its cache, its build and its main loop (`f16`, `r32`, `q8_0`, `plain`,
 /// `sm90`). What is left is above all the head dims: modules of the same ones share most of their
 /// text. Only Hopper's machine code is in such small archives, which unpack in 30 ms. The others
-/// are named after the family alone: together they are smaller, and unpack in some 100 ms.
+/// are named after the family alone: together they are smaller, and unpack in less than a second.
 fn archive_name(module: &Module, kind: &str) -> String {
     const OWN: [&str; 13] = [
         "f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "lists", "general", "plain", "sm80",
