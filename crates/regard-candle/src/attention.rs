@@ -6,7 +6,7 @@ use crate::view::{Cpu, refuse, wrap};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use regard::{DType, Float, Inputs, Memory, Outputs, Plan, Problem, TensorMut};
+use regard::{DType, Float, Inputs, Machine, Memory, Outputs, Plan, Problem, TensorMut};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
@@ -124,9 +124,7 @@ impl Execution {
                 let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
                 let place = Cpu { format: self.format };
                 with_inputs(attention, &place, operands, |inputs| {
-                    let dtype = self.out_dtype(inputs.q.dtype())?;
-                    let problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
-                    Plan::new(&problem, &self.threads.machine()?).map_err(wrap)
+                    self.plan_inputs(inputs, &self.threads.machine()?)
                 })
             }
             #[cfg(feature = "cuda")]
@@ -149,6 +147,25 @@ impl Execution {
         };
         plan.map(Arc::new)
     }
+
+    /// A new plan of operands for a machine, without the log-sum-exp.
+    pub(crate) fn plan_inputs<M: Memory>(
+        &self,
+        inputs: &Inputs<M>,
+        machine: &Machine,
+    ) -> Result<Plan> {
+        let dtype = self.out_dtype(inputs.q.dtype())?;
+        let problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
+        Plan::new(&problem, machine).map_err(wrap)
+    }
+
+    /// The plan that was made beforehand, or a new one.
+    fn plan_or(&self, new: impl FnOnce() -> Result<Plan>) -> Result<Arc<Plan>> {
+        match &self.plan {
+            Some(plan) => Ok(Arc::clone(plan)),
+            None => new().map(Arc::new),
+        }
+    }
 }
 
 /// The longest query and the maximum keys of a sequence, given by the caller so that lengths in a
@@ -166,7 +183,7 @@ pub(crate) struct Longest {
 impl Longest {
     /// Bounds ragged lengths of a problem whose lengths the host cannot read.
     #[cfg(any(feature = "cuda", feature = "metal"))]
-    pub(crate) fn bound(self, problem: &mut Problem) {
+    fn bound(self, problem: &mut Problem) {
         if let regard::QueryStorage::Ragged { .. } = problem.queries {
             problem.query_len = problem.query_len.min(self.query);
         }
@@ -206,8 +223,7 @@ impl CustomOp3 for Fused {
         let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
         let place = Cpu { format: self.execution.format };
         with_inputs(&self.attention, &place, operands, |inputs| {
-            let mut shape = inputs.q.shape().to_vec();
-            set_last(&mut shape, inputs);
+            let shape = result_shape(inputs);
             let storage = match self.execution.out_dtype(inputs.q.dtype())? {
                 DType::F16 => CpuStorage::F16(self.run::<f16>(inputs, &shape)?),
                 DType::BF16 => CpuStorage::BF16(self.run::<bf16>(inputs, &shape)?),
@@ -245,14 +261,39 @@ impl CustomOp3 for Fused {
     }
 }
 
-/// The shape of the result, from that of the queries.
-pub(crate) fn set_last<M: Memory>(shape: &mut [usize], inputs: &Inputs<M>) {
+/// The shape of the result: that of the queries with the values' head dim.
+fn result_shape<M: Memory>(inputs: &Inputs<M>) -> Vec<usize> {
+    let mut shape = inputs.q.shape().to_vec();
     if let (Some(last), Some(&value_dim)) = (shape.last_mut(), inputs.v.shape().last()) {
         *last = value_dim.saturating_mul(inputs.v.dtype().values());
     }
+    shape
+}
+
+/// A call on a GPU: its plan, and the type and shape of its result.
+#[cfg(any(feature = "cuda", feature = "metal"))]
+pub(crate) struct GpuCall {
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
 }
 
 impl Fused {
+    #[cfg(any(feature = "cuda", feature = "metal"))]
+    pub(crate) fn gpu_call<M: Memory>(
+        &self,
+        inputs: &Inputs<M>,
+        machine: &Machine,
+    ) -> Result<GpuCall> {
+        let dtype = self.execution.out_dtype(inputs.q.dtype())?;
+        let mut problem = Problem::from_inputs(inputs, dtype, self.lse.is_some()).map_err(wrap)?;
+        if let Some(longest) = self.longest {
+            longest.bound(&mut problem);
+        }
+        let plan = self.execution.plan_or(|| Plan::new(&problem, machine).map_err(wrap))?;
+        Ok(GpuCall { plan, dtype, shape: result_shape(inputs) })
+    }
+
     fn run<T: Float>(&self, inputs: &Inputs, shape: &[usize]) -> Result<Vec<T>> {
         // Checked before anything is allocated: a view with stride 0 can claim any shape.
         let problem = Problem::from_inputs(inputs, T::DTYPE, self.lse.is_some()).map_err(wrap)?;
@@ -266,20 +307,15 @@ impl Fused {
                 None => None,
             },
         };
-        let own;
-        let plan = match &self.execution.plan {
-            Some(plan) => &**plan,
-            None => {
-                own = Plan::new(&problem, &self.execution.threads.machine()?).map_err(wrap)?;
-                &own
-            }
-        };
+        let plan = self
+            .execution
+            .plan_or(|| Plan::new(&problem, &self.execution.threads.machine()?).map_err(wrap))?;
         with_workspace(plan.workspace_bytes(), |workspace| {
             let executor: &dyn regard::cpu::Executor = match self.execution.threads {
                 Threads::Rayon => &RayonPool,
                 Threads::Barrier => &BarrierPool,
             };
-            regard::cpu::run(plan, inputs, &mut outputs, workspace, executor).map_err(wrap)
+            regard::cpu::run(&plan, inputs, &mut outputs, workspace, executor).map_err(wrap)
         })?;
         if let (Some(place), Some(lse)) = (&self.lse, lse) {
             *place.lock().expect("no pass has panicked") = Some(Storage::Cpu(CpuStorage::F32(lse)));

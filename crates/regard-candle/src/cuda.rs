@@ -1,6 +1,6 @@
 //! Tensors on NVIDIA GPUs: on candle's stream, in candle's context, by the addresses of its memory.
 
-use crate::attention::{Fused, set_last};
+use crate::attention::{Fused, GpuCall};
 use crate::merge::MergeParts;
 use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
 use crate::paged::{AppendRows, ValuePool};
@@ -14,7 +14,7 @@ use regard::cuda::cudarc::driver::{
 };
 use regard::cuda::{Append, DeviceMemory, DeviceViewMut, Gpu, Merge, Workspace, driver_error};
 use regard::paged::BlockCopy;
-use regard::{DType, Element, MAX_RANK, Outputs, Plan, Problem, Tensor, TensorMut};
+use regard::{DType, Element, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -152,8 +152,7 @@ pub(crate) fn plan(
 ) -> Result<Plan> {
     let place = Cuda { stream: operands[0].0.device().cuda_stream(), format: execution.format };
     with_inputs(attention, &place, operands, |inputs| {
-        let problem = Problem::from_inputs(inputs, execution.out_dtype(inputs.q.dtype())?, false);
-        Plan::new(&problem.map_err(wrap)?, gpu(&place.stream)?.machine()).map_err(wrap)
+        execution.plan_inputs(inputs, gpu(&place.stream)?.machine())
     })
 }
 
@@ -162,23 +161,9 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaS
     let device = operands[0].0.device().clone();
     let place = Cuda { stream: device.cuda_stream(), format: op.execution.format };
     with_inputs(&op.attention, &place, operands, |inputs| {
-        let mut shape = inputs.q.shape().to_vec();
-        set_last(&mut shape, inputs);
-        let dtype = op.execution.out_dtype(inputs.q.dtype())?;
-        let mut problem = Problem::from_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
-        if let Some(longest) = op.longest {
-            longest.bound(&mut problem);
-        }
         let gpu = gpu(&place.stream)?;
-        let own;
-        let plan = match &op.execution.plan {
-            Some(plan) => &**plan,
-            None => {
-                own = Plan::new(&problem, gpu.machine()).map_err(wrap)?;
-                &own
-            }
-        };
-        let mut workspace = Workspace::for_plan(plan, &place.stream).map_err(wrap)?;
+        let GpuCall { plan, dtype, shape } = op.gpu_call(inputs, gpu.machine())?;
+        let mut workspace = Workspace::for_plan(&plan, &place.stream).map_err(wrap)?;
         let rows = &shape[..shape.len().saturating_sub(1)];
         // Rows that no sequence has are not written: zeros, as on the CPU.
         let mut lse = op.lse.as_ref().map(|_| zeros::<f32>(&device, rows)).transpose()?;
@@ -186,7 +171,7 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaS
             let mut lent = lse.as_mut().map(|lse| DeviceViewMut::new(lse, &place.stream));
             let lse = lent.as_mut().map(|lse| lse.tensor(rows, None)).transpose().map_err(wrap)?;
             let mut outputs = Outputs { out, lse };
-            gpu.run(plan, &place.stream, inputs, &mut outputs, &mut workspace).map_err(wrap)
+            gpu.run(&plan, &place.stream, inputs, &mut outputs, &mut workspace).map_err(wrap)
         };
         let slice = match dtype {
             DType::F16 => {

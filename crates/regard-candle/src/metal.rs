@@ -3,7 +3,7 @@
 //! Candle's buffers are not tracked by Metal. Its encoder, which is concurrent, notes what each
 //! kernel reads and writes and puts barriers in between; regard's kernels are encoded by way of it.
 
-use crate::attention::{Fused, set_last};
+use crate::attention::{Fused, GpuCall};
 use crate::merge::MergeParts;
 use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
 use crate::paged::{AppendRows, ValuePool};
@@ -18,7 +18,7 @@ use objc2_metal::MTLSize;
 use regard::metal::device::{BufferObject, Encoder, Gpu, PipelineObject};
 use regard::metal::{Append, BufferView, Merge, MetalMemory};
 use regard::paged::BlockCopy;
-use regard::{DType, MAX_RANK, Outputs, Plan, Problem, Tensor, TensorMut};
+use regard::{DType, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -200,10 +200,7 @@ pub(crate) fn plan(
 ) -> Result<Plan> {
     let gpu = gpu(operands[0].0.device())?;
     let place = Metal { format: execution.format };
-    with_inputs(attention, &place, operands, |inputs| {
-        let problem = Problem::from_inputs(inputs, execution.out_dtype(inputs.q.dtype())?, false);
-        Plan::new(&problem.map_err(wrap)?, gpu.machine()).map_err(wrap)
-    })
+    with_inputs(attention, &place, operands, |inputs| execution.plan_inputs(inputs, gpu.machine()))
 }
 
 /// Encodes attention in candle's command buffer.
@@ -212,21 +209,7 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Metal>; 3]) -> Result<(Meta
     let gpu = gpu(&device)?;
     let place = Metal { format: op.execution.format };
     with_inputs(&op.attention, &place, operands, |inputs| {
-        let mut shape = inputs.q.shape().to_vec();
-        set_last(&mut shape, inputs);
-        let dtype = op.execution.out_dtype(inputs.q.dtype())?;
-        let mut problem = Problem::from_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
-        if let Some(longest) = op.longest {
-            longest.bound(&mut problem);
-        }
-        let own;
-        let plan = match &op.execution.plan {
-            Some(plan) => &**plan,
-            None => {
-                own = Plan::new(&problem, gpu.machine()).map_err(wrap)?;
-                &own
-            }
-        };
+        let GpuCall { plan, dtype, shape } = op.gpu_call(inputs, gpu.machine())?;
         // Rows that no sequence has are not written: zeros, as on the CPU.
         let zeroed = inputs.attention.cu_seqlens_q.is_some();
         let rows = &shape[..shape.len().saturating_sub(1)];
@@ -246,7 +229,7 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Metal>; 3]) -> Result<(Meta
         let (encoder, view) = (Tracked(commands.as_ref()), BufferView::new((*workspace).as_ref()));
         // SAFETY: candle keeps buffers until the GPU has run what is encoded, and orders their
         // uses.
-        unsafe { gpu.run_raw(plan, &encoder, inputs, &mut outputs, &view) }.map_err(wrap)?;
+        unsafe { gpu.run_raw(&plan, &encoder, inputs, &mut outputs, &view) }.map_err(wrap)?;
         drop(commands);
         if let (Some(to), Some(lse)) = (&op.lse, lse) {
             *to.lock().expect("no pass has panicked") = Some(Storage::Metal(lse.storage));

@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// Multiplications of the largest case that runs.
 const LARGE: usize = 200_000;
 
-/// One case of so many runs, of those of one type: all of them are those of regard's own tests.
+/// One of this many cases of a type runs: regard's own tests run all cases.
 const STEP: usize = 3;
 
 const M2: Chip =

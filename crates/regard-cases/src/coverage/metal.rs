@@ -6,7 +6,7 @@ use crate::{CacheSpec, Spec};
 use regard::{DType, Device, Error, Machine, MetalFacts, Plan, Values, metal};
 use std::collections::BTreeMap;
 
-/// Metal pipelines that compute attention. A name is a function of the source and, but for
+/// Metal pipelines that compute attention. A name is a function of the source and, except for
 /// `combine`, its SIMD groups: `prefill_half_8x1/4`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Metal;

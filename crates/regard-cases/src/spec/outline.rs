@@ -203,7 +203,7 @@ mod device {
             self.layout == Layout::Bhsd && !self.ragged_queries
         }
 
-        /// The options but for masks and scales. `table` is the block table.
+        /// All options except masks and scales. `table` is the block table.
         fn outlined_options(
             &self,
             addresses: &mut Addresses,

@@ -4,9 +4,9 @@ use super::measure::{sample, timed, work};
 use super::operands::{Operands, host_bytes};
 use super::record::Record;
 use super::shapes::{NAMED, Target};
-use super::{Effort, Request, targets};
+use super::{Effort, Request, measure_each, targets};
 use crate::models::Place;
-use crate::output::{Progress, Stop, error};
+use crate::output::{Progress, Stop};
 use regard::metal::MetalMemory;
 use regard::metal::device::{Gpu, HostCopy, Workspace};
 use regard::oracle::Judge;
@@ -28,21 +28,10 @@ pub fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     let gpu = Gpu::system_default()?;
     let targets = targets(request, &NAMED, Place::Cpu)?;
     let progress = Progress::for_steps("steps", targets.len(), !request.json);
-    let (mut records, mut failed) = (Vec::new(), 0);
-    for target in &targets {
-        let name = format!("{} {}", target.name, target.problem.dtype);
-        progress.about(&name);
-        match measure(&gpu, target, request) {
-            Ok(record) => records.push(record),
-            Err(message) => {
-                failed += 1;
-                progress.aside(|| error(&format!("{name}: {message}")));
-            }
-        }
-        progress.step();
-    }
+    let (records, failed) =
+        measure_each(&targets, &progress, |target| measure(&gpu, target, request));
     progress.finish();
-    Ok((records, failed))
+    Ok((records.into_iter().map(|(record, _)| record).collect(), failed))
 }
 
 /// The inputs of a call in buffers of the GPU's.
@@ -98,7 +87,7 @@ fn measure(gpu: &Gpu, target: &Target, request: &Request) -> Result<Record, Stri
     })
 }
 
-/// Seconds a call, command buffer by command buffer; the outputs are those of the last run.
+/// Seconds per call, one time per command buffer. `outputs` gets the results of the last run.
 fn time(
     gpu: &Gpu,
     plan: &Plan,

@@ -150,6 +150,30 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     }
 }
 
+/// Measures every target on a GPU: the records with their targets, and how many did not run or were
+/// wrong.
+#[cfg(any(feature = "cuda", all(feature = "metal", target_vendor = "apple")))]
+fn measure_each<'a>(
+    targets: &'a [Target],
+    progress: &Progress,
+    measure: impl Fn(&Target) -> Result<Record, String>,
+) -> (Vec<(Record, &'a Target)>, usize) {
+    let (mut records, mut failed) = (Vec::new(), 0);
+    for target in targets {
+        let name = format!("{} {}", target.name, target.problem.dtype);
+        progress.about(&name);
+        match measure(target) {
+            Ok(record) => records.push((record, target)),
+            Err(message) => {
+                failed += 1;
+                progress.aside(|| error(&format!("{name}: {message}")));
+            }
+        }
+        progress.step();
+    }
+    (records, failed)
+}
+
 fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>, usize), Stop> {
     let targets = targets(request, &NAMED, Place::Cpu)?;
     let Device::Cpu(facts) = &machine.device else {

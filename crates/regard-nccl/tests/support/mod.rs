@@ -1,6 +1,6 @@
 //! Random operands, and groups of ranks that are threads.
 
-#![allow(dead_code)]
+#![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
 use regard::cpu::{Cpu, Inline};
 use regard::{Float, bf16, f16};

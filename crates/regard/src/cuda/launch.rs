@@ -280,7 +280,7 @@ fn list_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<L
         counts: address(&attention.key_counts),
         index_strides: list_strides(indices),
         count_strides: counts.map_or(TokenStrides::default(), |counts| list_strides(counts)),
-        len: count(indices.shape()[2].min(lists.len)),
+        len: count(lists.len),
         are_slots: lists.slots.into(),
         sequences: count(problem.batch),
         unused: 0,

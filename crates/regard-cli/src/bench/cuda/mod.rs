@@ -9,9 +9,9 @@ use super::measure::{sample, timed, work};
 use super::operands::host_bytes;
 use super::record::{Bound, Record};
 use super::shapes::{NAMED_CUDA, Target};
-use super::{Request, targets};
+use super::{Request, measure_each, targets};
 use crate::models::Place;
-use crate::output::{Progress, Stop, error};
+use crate::output::{Progress, Stop};
 use operands::Operands;
 use regard::cuda::cudarc::driver::CudaStream;
 use regard::cuda::{Gpu, driver_error, gpus};
@@ -59,20 +59,8 @@ pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize
         Ok(Some(ceilings))
     };
     let before = ceilings()?;
-    let (mut records, mut failed) = (Vec::new(), 0);
-    for target in &targets {
-        progress.about(&format!("{} {}", target.name, target.problem.dtype));
-        match measure(&bench, target, request) {
-            Ok(record) => records.push((record, target)),
-            Err(message) => {
-                failed += 1;
-                progress.aside(|| {
-                    error(&format!("{} {}: {message}", target.name, target.problem.dtype))
-                });
-            }
-        }
-        progress.step();
-    }
+    let (mut records, failed) =
+        measure_each(&targets, &progress, |target| measure(&bench, target, request));
     // Before the shapes and after them, and the higher of the two.
     let ceilings = before.zip(ceilings()?).map(|(before, after)| before.or_higher(after));
     for (record, target) in &mut records {

@@ -183,7 +183,7 @@ METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& param
             if (clamp(operands.cu_seqlens_q[middle + 1], 0, params.query_len) <= row) index = middle + 1;
             else high = middle;
         }
-        if (index < params.sequences) first = clamp(operands.cu_seqlens_q[index], 0, params.query_len);
+        if (index < params.sequences) first = ragged_range(operands.cu_seqlens_q, index, params.query_len).x;
     } else {
         index = row / params.query_len;
         first = index * params.query_len;
