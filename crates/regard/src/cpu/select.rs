@@ -20,8 +20,9 @@ struct Line {
 /// A block's queries and outputs (`block_rows * (Dk + Dv)`) and a tile's keys and values
 /// (`tile_keys * (Dk + Dv)`), all f32, share a core's L2 cache. Its common size is 1 MiB: each line
 /// stays under 3/4 of it.
-const TILES: [Line; 3] = [
-    Line { dims: 256, tile_keys: 128, block_rows: 512 },
+const TILES: [Line; 4] = [
+    Line { dims: 128, tile_keys: 256, block_rows: 512 },
+    Line { dims: 256, tile_keys: 256, block_rows: 384 },
     Line { dims: 512, tile_keys: 128, block_rows: 256 },
     Line { dims: 1152, tile_keys: 64, block_rows: 96 },
 ];

@@ -4,12 +4,14 @@
 //! - [`register_tile`]: a register-tiled matrix product from packed panels.
 //! - [`dots`]: scores of a few query rows against keys in place.
 //! - [`weighted`]: weighted sums of values in place.
+//! - [`exponentials`]: the exponentials of a softmax between the steps of these products.
 //! - [`convert`]: converts rows of caches that are not stored as products read them.
 //! - [`amx`]: both products on the matrix unit.
 
 pub mod amx;
 pub mod convert;
 pub mod dots;
+pub mod exponentials;
 pub mod prefetch;
 pub mod register_tile;
 mod shapes;

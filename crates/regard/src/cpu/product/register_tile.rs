@@ -6,11 +6,12 @@
 //! values (`[key][dim]`), the depth is keys.
 //!
 //! Blocked summation: each element of C is a sum of partial sums, and each partial sum is an FMA
-//! chain over [`CHAIN_TERMS`] terms in depth order, starting from zero. The order does not depend
-//! on the shape of the register tile, so a row's bits do not depend on its neighbours. A single
-//! chain over the whole depth would round too much when all terms have the same sign
+//! chain over [`STEPS_PER_CHAIN`] steps in depth order, starting from zero. The order does not
+//! depend on the shape of the register tile, so a row's bits do not depend on its neighbours. A
+//! single chain over the whole depth would round too much when all terms have the same sign
 //! (docs/semantics.md, "Tolerance").
 
+use super::exponentials::Exponentials;
 use super::prefetch::PrefetchQueue;
 use super::shapes::{RegisterTiles, cover};
 use crate::cpu::vector::Vector;
@@ -31,7 +32,7 @@ pub struct Product<'a> {
     pub b_stride: usize,
     pub depth: usize,
     /// Steps to leave out at the start of the first chain. Chains start at multiples of
-    /// [`steps_per_chain`] in the tile, even if the product starts in between.
+    /// [`STEPS_PER_CHAIN`] in the tile, even if the product starts in between.
     pub skipped: usize,
     /// `M` rows of `N` vectors, `c_stride` apart.
     pub c: *mut f32,
@@ -42,26 +43,27 @@ pub struct Product<'a> {
     pub scale: f32,
     /// One portion is prefetched every [`STEPS_PER_PREFETCH`] steps.
     pub prefetch: &'a PrefetchQueue<'a>,
+    /// Likewise, of another row block: in register tiles of the largest width and at least
+    /// [`MIN_ROWS_BESIDE`] rows.
+    pub exponentials: Option<&'a Exponentials>,
 }
 
-/// Steps of depth between two prefetch portions.
+/// Fewer rows of a register tile have too few multiply-adds to compute exponentials beside them.
+pub const MIN_ROWS_BESIDE: usize = 4;
+
+/// Steps of depth between two portions of what is done beside the product.
 pub const STEPS_PER_PREFETCH: usize = 8;
 
-/// Terms per chain: elements of the head dim, or keys. Shorter chains are more accurate but slower,
-/// because each chain loads and stores C.
-pub const CHAIN_TERMS: usize = 64;
+/// Steps of depth per chain: a multiple of [`STEPS_PER_PREFETCH`]. Shorter chains are more accurate
+/// but slower, because each chain loads and stores C.
+pub const STEPS_PER_CHAIN: usize = 64;
+
+const _: () = assert!(STEPS_PER_CHAIN.is_multiple_of(STEPS_PER_PREFETCH));
 
 /// Terms per step: `PAIRED` code multiplies two at a time.
 pub const fn terms_per_step<const PAIRED: bool>() -> usize {
     if PAIRED { 2 } else { 1 }
 }
-
-/// Steps of depth per chain: a multiple of [`STEPS_PER_PREFETCH`].
-pub const fn steps_per_chain<const PAIRED: bool>() -> usize {
-    CHAIN_TERMS / terms_per_step::<PAIRED>()
-}
-
-const _: () = assert!(steps_per_chain::<true>().is_multiple_of(STEPS_PER_PREFETCH));
 
 /// To be inlined into a function that enables V's features.
 ///
@@ -78,20 +80,26 @@ pub unsafe fn product<
     product: &Product,
 ) {
     let Product { a, a_stride, b, b_stride, depth, skipped, .. } = *product;
-    let Product { c, c_stride, factors, scale, prefetch, .. } = *product;
-    debug_assert!(depth > 0 && skipped < steps_per_chain::<PAIRED>());
+    let Product { c, c_stride, factors, scale, prefetch, exponentials, .. } = *product;
+    debug_assert!(depth > 0 && skipped < STEPS_PER_CHAIN);
     // SAFETY: all offsets stay inside what the caller guarantees.
     unsafe {
         let mut b = b;
         let mut step = 0;
-        let mut chain_end = steps_per_chain::<PAIRED>() - skipped;
+        let mut chain_end = STEPS_PER_CHAIN - skipped;
         while step < depth {
             let first = step == 0;
             let mut sums = [[V::splat(0.0); N]; M];
             let chain = depth.min(chain_end);
-            chain_end += steps_per_chain::<PAIRED>();
+            chain_end += STEPS_PER_CHAIN;
             while step < chain {
                 prefetch.prefetch_portion::<V>();
+                if M >= MIN_ROWS_BESIDE
+                    && N == V::TILE_VECTORS
+                    && let Some(exponentials) = exponentials
+                {
+                    exponentials.run_portion::<V, PAIRED>();
+                }
                 let end = chain.min(step + STEPS_PER_PREFETCH);
                 for k in step..end {
                     let mut columns = [V::splat(0.0); N];

@@ -60,6 +60,12 @@ pub trait Vector: Copy {
         // SAFETY: same contract.
         unsafe { exp2(self) }
     }
+    /// 4^self for self <= 63.5. Results below 2^-126 are flushed to 0; NaN stays NaN.
+    #[inline(always)]
+    unsafe fn exp4(self) -> Self {
+        // SAFETY: same contract. Doubling is exact, or overflows to -inf, whose exponential is 0.
+        unsafe { self.add(self).exp2() }
+    }
     unsafe fn reduce_max(self) -> f32;
     unsafe fn reduce_add(self) -> f32;
     /// Transposes `LANES` rows of `LANES` elements. The rows of the result are `stride` floats

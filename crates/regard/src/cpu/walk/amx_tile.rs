@@ -7,7 +7,7 @@
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::pack::{self, score_depth};
-use super::rows::{softmax_rows, visible_keys};
+use super::rows::{SoftmaxRows, softmax_rows, visible_keys};
 use super::scratch::Sizes;
 use crate::cpu::product::amx::{self, AmxProduct, COLUMNS, DEPTH, ROWS, TILE};
 use crate::cpu::product::prefetch::TilePrefetch;
@@ -75,7 +75,13 @@ pub unsafe fn attend_rows<V: Vector>(
         compute_scores::<V>(ctx, &rows, span, &computed, prefetch);
         let scores = |row: usize| scratch.scores.add((row - rows.start) * tile_keys);
         let mut factors = [1.0f32; ROWS];
-        softmax_rows(ctx, rows.clone(), span, computed.clone(), scores, &mut factors);
+        softmax_rows(
+            ctx,
+            rows.clone(),
+            SoftmaxRows { span, computed: computed.clone(), exponentials_later: None },
+            scores,
+            &mut factors,
+        );
         rescale_output::<V>(ctx, &rows, &factors);
         accumulate_output::<V>(ctx, &rows, &computed, prefetch);
     }

@@ -12,6 +12,7 @@ pub mod list_tile;
 pub mod merge;
 pub mod operand;
 pub mod pack;
+pub mod row_block;
 pub mod row_tile;
 pub mod rows;
 pub mod scratch;

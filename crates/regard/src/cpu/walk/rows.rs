@@ -12,6 +12,7 @@ use crate::cpu::vector::{Storage, Vector};
 use crate::dtype::DType;
 use crate::state::State;
 use half::{bf16, f16};
+use std::cell::Cell;
 use std::ops::Range;
 
 /// Rows of queries, and of outputs, that are prefetched ahead: each is used once, and they may be
@@ -43,10 +44,9 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
             let from = addresses.address(token, head).cast::<E>();
             let to = scratch.queries.add(row * sizes.padded_head_dim);
             if PAIRED {
-                to.cast::<E>().copy_from_nonoverlapping(from, sizes.head_dim);
-                // AMX reads whole steps.
-                let padded = sizes.head_dim.next_multiple_of(amx::DEPTH);
-                to.cast::<E>().add(sizes.head_dim).write_bytes(0, padded - sizes.head_dim);
+                // Pairs, as floats. AMX reads whole steps.
+                let padded = sizes.head_dim.next_multiple_of(amx::DEPTH) / 2;
+                pack::widen_row::<V, f32>(from.cast(), to, sizes.head_dim / 2, padded);
             } else {
                 pack::widen_row::<V, E>(from, to, sizes.head_dim, sizes.padded_head_dim);
             }
@@ -104,8 +104,17 @@ pub unsafe fn visible_keys(ctx: ItemContext, rows: &Range<usize>, span: &TileSpa
     seen
 }
 
-/// Online softmax of some of the item's rows against a tile, of which `computed` holds scores.
-/// `scores(row)` is the address of a row's scores. Writes one rescale factor per row.
+/// What [`softmax_rows`] works on.
+pub struct SoftmaxRows<'a> {
+    pub span: &'a TileSpan,
+    /// The keys of the tile that have scores: whole vectors.
+    pub computed: Range<usize>,
+    /// As in [`ScoreTile`], for at most [`MAX_ROWS`] rows.
+    pub exponentials_later: Option<&'a Cell<[f32; MAX_ROWS]>>,
+}
+
+/// Online softmax of some of the item's rows against a tile. `scores(row)` is the address of a
+/// row's scores. Writes one rescale factor per row.
 ///
 /// # Safety
 /// As [`softmax_step`](super::softmax::softmax_step), for rows of the item whose queries are
@@ -114,8 +123,7 @@ pub unsafe fn visible_keys(ctx: ItemContext, rows: &Range<usize>, span: &TileSpa
 pub unsafe fn softmax_rows(
     ctx: ItemContext,
     rows: Range<usize>,
-    span: &TileSpan,
-    computed: Range<usize>,
+    work: SoftmaxRows,
     scores: impl Fn(usize) -> *mut f32,
     factors: &mut [f32],
 ) {
@@ -128,6 +136,7 @@ pub unsafe fn softmax_rows(
         head: 0,
     };
     let ItemContext { call, item, scratch } = ctx;
+    let SoftmaxRows { span, computed, exponentials_later } = work;
     let mut row_iter = item.rows_from(rows.start, call.problem.group());
     let mut start = rows.start;
     let scales = [
@@ -159,6 +168,7 @@ pub unsafe fn softmax_rows(
                 tile_start: span.tile_start,
                 scale: (item.walk == KeyWalk::Amx).then_some(call.score_factor),
                 list: call.problem.key_lists.map(|_| &*scratch.list),
+                exponentials_later,
             };
             (call.softmax)(&call.modifiers, &item.sequence, &tile, states, factors);
         }

@@ -3,6 +3,7 @@
 
 use super::list_tile::ListTile;
 use super::tiling::MAX_TILE_KEYS;
+use crate::cpu::product::exponentials::{self, Exponentials, Work};
 use crate::cpu::vector::{Storage, Vector, tanh};
 use crate::dtype::DType;
 use crate::problem::Sequence;
@@ -10,6 +11,7 @@ use crate::state::{LARGEST_SCORE, LOG4_E, State};
 use crate::tensor::Tensor;
 use crate::variant::Attention;
 use half::{bf16, f16};
+use std::cell::Cell;
 use std::ops::Range;
 
 /// 0, 1, 2...: key indices relative to the tile.
@@ -48,6 +50,9 @@ pub struct ScoreTile<'a> {
     pub scale: Option<f32>,
     /// The entries of the tile, if rows have lists of keys. Then "keys" of the tile are entries.
     pub list: Option<&'a ListTile>,
+    /// Exponentials are computed later: where to write what is subtracted from each row's scores.
+    /// States get everything but the sums of the exponentials.
+    pub exponentials_later: Option<&'a Cell<[f32; MAX_ROWS]>>,
 }
 
 /// The scores of one row.
@@ -103,6 +108,15 @@ pub unsafe fn softmax_step<V: Vector, const PAIRED: bool>(
             old_maxima[i] = states[i].max;
         }
         rescale_factors::<V>(rows.len(), &old_maxima, &mut maxima, &mut rescale);
+        if let Some(subtract) = tile.exponentials_later {
+            for i in 0..rows.len() {
+                states[i] = State { max: maxima[i], sum: states[i].sum * rescale[i] };
+                factors[i] = rescale[i];
+                maxima[i] = subtracted(maxima[i]);
+            }
+            subtract.set(maxima);
+            return;
+        }
         exponentiate::<V, PAIRED>(tile, &maxima, &mut vectors);
         for (i, sum) in vectors.iter().enumerate().take(rows.len()) {
             let sum = states[i].sum * rescale[i] + sum.reduce_add();
@@ -110,6 +124,77 @@ pub unsafe fn softmax_step<V: Vector, const PAIRED: bool>(
             factors[i] = rescale[i];
         }
     }
+}
+
+/// [`softmax_step`] without exponentials, for a row block whose scores nothing modifies. `visible`
+/// is the keys of the tile that a row can see.
+///
+/// # Safety
+/// As [`softmax_step`].
+#[inline(always)]
+pub unsafe fn unmodified_maxima<V: Vector>(
+    work: &Work,
+    visible: impl Fn(usize) -> Range<usize>,
+    states: &mut [State],
+    factors: &mut [f32; MAX_ROWS],
+    subtract: &Cell<[f32; MAX_ROWS]>,
+) {
+    let computed = work.first_key..work.end_key;
+    let mut maxima = [f32::NEG_INFINITY; MAX_ROWS];
+    let mut old_maxima = [f32::NEG_INFINITY; MAX_ROWS];
+    // SAFETY: same contract. MAX_ROWS is a multiple of LANES.
+    unsafe {
+        for (row, state) in states.iter().enumerate() {
+            let scores = work.scores.add(row * work.stride);
+            hide_invisible::<V>(scores, &visible(row), &computed);
+            // Two chains: a chain of all vectors would take longer than loading them.
+            let mut max = [V::splat(f32::NEG_INFINITY); 2];
+            let mut key = computed.start;
+            while key + 2 * V::LANES <= computed.end {
+                max[0] = V::load(scores.add(key)).max(max[0]);
+                max[1] = V::load(scores.add(key + V::LANES)).max(max[1]);
+                key += 2 * V::LANES;
+            }
+            if key < computed.end {
+                max[0] = V::load(scores.add(key)).max(max[0]);
+            }
+            maxima[row] = max[0].max(max[1]).reduce_max();
+            old_maxima[row] = state.max;
+        }
+        rescale_factors::<V>(states.len(), &old_maxima, &mut maxima, factors);
+    }
+    for (row, state) in states.iter_mut().enumerate() {
+        *state = State { max: maxima[row], sum: state.sum * factors[row] };
+        maxima[row] = subtracted(maxima[row]);
+    }
+    subtract.set(maxima);
+}
+
+/// The end of a softmax whose exponentials are computed later: computes those that are left, and
+/// adds them to the states.
+///
+/// # Safety
+/// As [`softmax_step`], for the rows that the exponentials began with.
+#[inline(always)]
+pub unsafe fn finish_softmax<V: Vector, const PAIRED: bool>(
+    exponentials: &Exponentials,
+    states: &mut [State],
+) {
+    // SAFETY: same contract.
+    unsafe {
+        exponentials.finish::<V, PAIRED>();
+        for (row, state) in states.iter_mut().enumerate() {
+            state.sum += exponentials.sum::<V>(row);
+        }
+    }
+}
+
+/// What is subtracted from the scores of a row. If the row has seen no key, all its scores are
+/// -inf. Subtracting a finite number keeps them so, and the exponentials are 0; -inf - -inf would
+/// be NaN.
+#[inline(always)]
+fn subtracted(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
 }
 
 /// Phase 1: scales, modifies and masks the scores, and finds each row's max, lane by lane.
@@ -146,7 +231,7 @@ unsafe fn modify_and_find_maxima<V: Vector>(
             if !modifiers.unmodified && !row.visible.is_empty() {
                 modify_scores::<V>(modifiers, sequence, row, tile);
             }
-            hide_invisible::<V>(row, computed);
+            hide_invisible::<V>(row.scores, &row.visible, computed);
             if let Some(list) = tile.list {
                 hide_skipped(list, row);
             }
@@ -182,7 +267,7 @@ unsafe fn rescale_factors<V: Vector>(
             // A row that has seen no key has nothing to rescale. If the max stays, 4^0 is exactly
             // 1.
             let (finite, one) = (V::splat(f32::MIN), V::splat(1.0));
-            let factor = max.select_below(finite, one, exp4(old_max.sub(max)));
+            let factor = max.select_below(finite, one, old_max.sub(max).exp4());
             factor.store(rescale.as_mut_ptr().add(i));
             max.store(maxima.as_mut_ptr().add(i));
             i += V::LANES;
@@ -203,33 +288,36 @@ unsafe fn exponentiate<V: Vector, const PAIRED: bool>(
     let computed = &tile.computed;
     // SAFETY: `computed` is whole vectors of the rows' scores.
     unsafe {
-        for (i, row) in tile.rows.iter().enumerate() {
-            // If the row has seen no key, all its scores are -inf. Subtracting a finite number
-            // keeps them so, and the exponentials are 0; -inf - -inf would be NaN.
-            let subtract = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
-            let subtract = V::splat(subtract);
+        for ((row, &max), sums) in tile.rows.iter().zip(maxima).zip(sums) {
+            let max = V::splat(subtracted(max));
             let mut sum = V::splat(0.0);
             let mut key = computed.start;
             while key < computed.end {
-                let p = exp4(V::load(row.scores.add(key)).sub(subtract));
-                let scaled = match row.value_scales.is_null() {
-                    true => p,
-                    false => p.mul(V::load(row.value_scales.add(key))),
-                };
-                store::<V, PAIRED>(scaled, row.scores, key);
-                sum = sum.add(p);
+                sum = sum.add(exponentials::exponentiate::<V, PAIRED>(
+                    row.scores,
+                    row.value_scales,
+                    key,
+                    max,
+                ));
                 key += V::LANES;
             }
-            sums[i] = sum;
+            *sums = sum;
         }
     }
 }
 
-/// Sets the computed scores that the row cannot see to -inf.
+/// Sets the computed scores of a row that it cannot see to -inf.
+///
+/// # Safety
+/// As [`softmax_step`], for a row of scores.
 #[inline(always)]
-unsafe fn hide_invisible<V: Vector>(row: &ScoreRow, computed: &Range<usize>) {
+unsafe fn hide_invisible<V: Vector>(
+    scores: *mut f32,
+    visible: &Range<usize>,
+    computed: &Range<usize>,
+) {
     let empty = computed.end..computed.end;
-    let visible = if row.visible.is_empty() { empty } else { row.visible.clone() };
+    let visible = if visible.is_empty() { &empty } else { visible };
     let lane_mask = V::LANES - 1;
     // SAFETY: whole vectors of `computed`, which lies inside the tile; KEY_INDICES covers the
     // longest tile.
@@ -242,24 +330,11 @@ unsafe fn hide_invisible<V: Vector>(row: &ScoreRow, computed: &Range<usize>) {
         for keys in [before, after] {
             let mut key = keys.start;
             while key < keys.end {
-                let (index, to) = (V::load(KEY_INDICES.as_ptr().add(key)), row.scores.add(key));
+                let (index, to) = (V::load(KEY_INDICES.as_ptr().add(key)), scores.add(key));
                 let seen = index.select_below(end, V::load(to), hidden);
                 index.select_below(start, hidden, seen).store(to);
                 key += V::LANES;
             }
-        }
-    }
-}
-
-/// Stores probabilities over their scores: as floats, or as bf16 in the first half of the row.
-#[inline(always)]
-unsafe fn store<V: Vector, const PAIRED: bool>(probabilities: V, scores: *mut f32, i: usize) {
-    // SAFETY: i is in the row. bf16 take half the space, so they overwrite only scores that were
-    // read.
-    unsafe {
-        match PAIRED {
-            true => probabilities.store_paired(scores.cast::<bf16>().add(i)),
-            false => probabilities.store(scores.add(i)),
         }
     }
 }
@@ -418,13 +493,6 @@ unsafe fn add_bias<V: Vector>(score: V, bias: V) -> V {
         let clamped = V::splat(LARGEST_SCORE).min(V::splat(-LARGEST_SCORE).max(sum));
         bias.select_below(V::splat(f32::MIN), V::splat(f32::NEG_INFINITY), clamped)
     }
-}
-
-/// 4^x = 2^(2x) for x <= 63.5. Doubling is exact, or overflows to -inf, whose exponential is 0.
-#[inline(always)]
-unsafe fn exp4<V: Vector>(x: V) -> V {
-    // SAFETY: as `add_bias`.
-    unsafe { x.add(x).exp2() }
 }
 
 /// A row of the tree mask. Keys are counted from one of the sequence's keys on.

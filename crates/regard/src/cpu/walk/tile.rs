@@ -7,13 +7,12 @@ use super::call::{Call, ItemContext};
 use super::item::{KeyWalk, TileSpan};
 use super::operand::Operand;
 use super::pack::{self, score_depth};
-use super::rows::{load_queries, softmax_rows, visible_keys, write_output};
+use super::row_block::{self, TileFlags, TileWork};
+use super::rows::{load_queries, write_output};
 use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows, TilePrefetch};
-use crate::cpu::product::register_tile::{self, Product, STEPS_PER_PREFETCH};
-use crate::cpu::product::register_tile::{steps_per_chain, terms_per_step};
+use crate::cpu::product::register_tile::{STEPS_PER_PREFETCH, terms_per_step};
 use crate::cpu::product::{ROWS, amx};
 use crate::cpu::vector::{Storage, Vector};
-use std::ops::Range;
 
 /// The next tile is prefetched by the last row blocks of this one: 1 / PREFETCH_FRACTION of them,
 /// but at least MIN_PREFETCH_ROWS rows. In a token-major cache a head's rows are pages apart and
@@ -21,14 +20,6 @@ use std::ops::Range;
 /// evicted before they are packed.
 const PREFETCH_FRACTION: usize = 8;
 const MIN_PREFETCH_ROWS: usize = 8 * ROWS;
-
-/// Optional steps of a tile.
-pub struct TileFlags {
-    /// First tile: load each row block's queries before it.
-    pub load_queries: bool,
-    /// Last tile: write each row block's output after it.
-    pub write_output: bool,
-}
 
 /// Packs the valid keys and values of a tile, and takes the item's rows through it. Meanwhile
 /// the next tile is prefetched.
@@ -44,56 +35,60 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     span: &TileSpan,
     flags: &TileFlags,
 ) {
-    let ItemContext { item, scratch, .. } = ctx;
     let sizes = ctx.sizes();
-    let use_amx = PAIRED && item.walk == KeyWalk::Amx;
+    let use_amx = PAIRED && ctx.item.walk == KeyWalk::Amx;
     // SAFETY: `valid` lies inside the tile, for which the scratch has room.
     let (k_next, v_next) =
         unsafe { pack_tile::<V, E, PAIRED>(ctx, k, v, span, flags.write_output) };
-    let max_rows = if use_amx { amx::ROWS } else { ROWS };
-    let blocks = item.rows.div_ceil(max_rows);
-    let panel = V::LANES * V::TILE_VECTORS;
-    let prefetching_blocks =
-        blocks.div_ceil(PREFETCH_FRACTION).max(MIN_PREFETCH_ROWS.div_ceil(max_rows)).min(blocks);
-    let portions = |columns: usize, depth: usize| match use_amx {
-        true => prefetching_blocks * amx_tile::prefetch_portions(columns),
-        false => prefetching_blocks * columns.div_ceil(panel) * depth.div_ceil(STEPS_PER_PREFETCH),
-    };
+    let blocks = ctx.item.rows.div_ceil(if use_amx { amx::ROWS } else { ROWS });
+    let min_blocks = MIN_PREFETCH_ROWS.div_ceil(if use_amx { amx::ROWS } else { ROWS });
+    let prefetching = blocks.div_ceil(PREFETCH_FRACTION).max(min_blocks).min(blocks);
     let keys = span.valid.len();
-    let (k_depth, v_depth) =
-        (score_depth::<PAIRED>(sizes), keys.div_ceil(terms_per_step::<PAIRED>()));
-    let no_prefetch = TilePrefetch { k: PrefetchQueue::empty(), v: PrefetchQueue::empty() };
-    let prefetch = TilePrefetch {
-        k: PrefetchQueue::new(k_next, portions(keys, k_depth)),
-        v: PrefetchQueue::new(v_next, portions(sizes.value_dim, v_depth)),
+    let v_depth = keys.div_ceil(terms_per_step::<PAIRED>());
+    let panel = V::LANES * V::TILE_VECTORS;
+    let portions = |columns: usize, depth: usize| match use_amx {
+        true => prefetching * amx_tile::prefetch_portions(columns),
+        false => prefetching * columns.div_ceil(panel) * depth.div_ceil(STEPS_PER_PREFETCH),
     };
-    let mut row = 0;
-    for block in 0..blocks {
-        // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. AMX tiles are
-        // full.
-        let rows = match use_amx {
-            true => max_rows.min(item.rows - row),
-            false => (item.rows - row).div_ceil(blocks - block),
-        };
-        let rows = row..row + rows;
+    let work = TileWork {
+        span,
+        flags,
+        blocks,
+        prefetching,
+        prefetch: TilePrefetch {
+            k: PrefetchQueue::new(k_next, portions(keys, score_depth::<PAIRED>(sizes))),
+            v: PrefetchQueue::new(v_next, portions(sizes.value_dim, v_depth)),
+        },
+        no_prefetch: TilePrefetch { k: PrefetchQueue::empty(), v: PrefetchQueue::empty() },
+    };
+    // SAFETY: same contract.
+    unsafe {
+        match use_amx {
+            true => attend_on_amx::<V, E>(ctx, &work),
+            false => row_block::attend_rows::<V, E, PAIRED>(ctx, &work),
+        }
+    }
+}
+
+/// Takes the item's rows through a tile on the matrix unit, in full blocks.
+///
+/// # Safety
+/// As [`attend_tile`]. AMX tiles are configured.
+#[inline(always)]
+unsafe fn attend_on_amx<V: Vector, E: Storage>(ctx: ItemContext, work: &TileWork) {
+    let ItemContext { item, scratch, .. } = ctx;
+    for block in 0..work.blocks {
+        let rows = block * amx::ROWS..item.rows.min((block + 1) * amx::ROWS);
         // SAFETY: `rows` are rows of the item.
         unsafe {
-            if flags.load_queries {
-                load_queries::<V, E, PAIRED>(ctx, rows.clone());
+            if work.flags.load_queries {
+                load_queries::<V, E, true>(ctx, rows.clone());
             }
-            let prefetch = match block + prefetching_blocks < blocks {
-                true => &no_prefetch,
-                false => &prefetch,
-            };
-            match use_amx {
-                true => amx_tile::attend_rows::<V>(ctx, rows.clone(), span, prefetch),
-                false => attend_rows::<V, PAIRED>(ctx, rows.clone(), span, prefetch),
+            amx_tile::attend_rows::<V>(ctx, rows.clone(), work.span, work.prefetch(block));
+            if work.flags.write_output {
+                write_output::<V>(ctx, scratch.output, scratch.states, rows);
             }
-            if flags.write_output {
-                write_output::<V>(ctx, scratch.output, scratch.states, rows.clone());
-            }
-        };
-        row = rows.end;
+        }
     }
 }
 
@@ -174,73 +169,4 @@ fn next_item_addresses(
         keys.addresses(start, &mut addresses[..count]);
     }
     count
-}
-
-/// Scores, softmax and output of at most [`ROWS`] rows against the packed tile.
-#[inline(always)]
-unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
-    ctx: ItemContext,
-    rows: Range<usize>,
-    span: &TileSpan,
-    prefetch: &TilePrefetch,
-) {
-    let ItemContext { call, scratch, .. } = ctx;
-    let sizes = ctx.sizes();
-    let panel = V::LANES * V::TILE_VECTORS;
-    // SAFETY: `rows` are rows of the item; panels lie inside the packed tile.
-    unsafe {
-        let seen = visible_keys(ctx, &rows, span);
-        if seen.is_empty() {
-            return;
-        }
-        // S = scale * Q K^T
-        let computed = seen.start / panel * panel..seen.end.next_multiple_of(V::LANES);
-        let depth = score_depth::<PAIRED>(sizes);
-        let mut start = computed.start;
-        while start < computed.end {
-            let vectors = (computed.end - start).min(panel) / V::LANES;
-            let work = Product {
-                a: scratch.queries.add(rows.start * sizes.padded_head_dim),
-                a_stride: sizes.padded_head_dim,
-                b: scratch.keys.add(start * pack::padded_depth(depth)),
-                b_stride: pack::panel_width::<V>(start, span.valid.end),
-                depth,
-                skipped: 0,
-                c: scratch.scores.add(start),
-                c_stride: sizes.tile_keys,
-                factors: std::ptr::null(),
-                scale: call.score_factor,
-                prefetch: &prefetch.k,
-            };
-            register_tile::run::<V>(&call.products.scores, rows.len(), vectors, work);
-            start += panel;
-        }
-        // P = softmax(S)
-        let mut factors = [1.0f32; ROWS];
-        let scores = |row: usize| scratch.scores.add((row - rows.start) * sizes.tile_keys);
-        softmax_rows(ctx, rows.clone(), span, computed, scores, &mut factors);
-        // O = factor * O + P V
-        let keys_per_step = terms_per_step::<PAIRED>();
-        let steps = seen.start / keys_per_step..seen.end.div_ceil(keys_per_step);
-        let mut start = 0;
-        while start < sizes.value_dim {
-            let width = pack::panel_width::<V>(start, sizes.value_dim);
-            let b = start * (sizes.tile_keys / keys_per_step) + steps.start * width;
-            let work = Product {
-                a: scratch.scores.add(steps.start),
-                a_stride: sizes.tile_keys,
-                b: scratch.values.add(b),
-                b_stride: width,
-                depth: steps.len(),
-                skipped: steps.start % steps_per_chain::<PAIRED>(),
-                c: ctx.output_row(rows.start).add(start),
-                c_stride: sizes.padded_value_dim,
-                factors: factors.as_ptr(),
-                scale: 1.0,
-                prefetch: &prefetch.v,
-            };
-            register_tile::run::<V>(&call.products.output, rows.len(), width / V::LANES, work);
-            start += panel;
-        }
-    }
 }

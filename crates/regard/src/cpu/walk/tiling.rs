@@ -1,7 +1,7 @@
 //! The tiling that selection chooses: items and their key walks.
 
 /// Maximum keys per tile.
-pub const MAX_TILE_KEYS: usize = 128;
+pub const MAX_TILE_KEYS: usize = 256;
 
 /// How a problem is cut into items and tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,13 +13,13 @@ use super::call::ItemContext;
 use super::item::TileSpan;
 use super::operand::{Operand, RowReader};
 use super::pack::{self, score_depth};
-use super::rows::softmax_rows;
+use super::rows::{SoftmaxRows, softmax_rows};
 use super::scratch::padded_rows;
 use super::scratch::{MAX_VERIFY_ROWS as MAX_ROWS, VERIFY_KEYS_PER_BLOCK as KEYS_PER_BLOCK};
 use super::tiling::Tiling;
 use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows};
-use crate::cpu::product::register_tile::{self, CHAIN_TERMS, Product, STEPS_PER_PREFETCH};
-use crate::cpu::product::register_tile::{steps_per_chain, terms_per_step};
+use crate::cpu::product::register_tile::{self, Product, STEPS_PER_PREFETCH};
+use crate::cpu::product::register_tile::{STEPS_PER_CHAIN, terms_per_step};
 use crate::cpu::product::weighted::Weighted;
 use crate::cpu::product::{ROWS, cover, cover_count};
 use crate::cpu::vector::{Storage, Vector};
@@ -33,7 +33,7 @@ pub const ITEM_ROWS: usize = 256;
 pub const MAX_ITEM_HEADS: usize = ITEM_ROWS / padded_rows(1);
 
 /// Values per block: one accumulation chain of the product.
-const VALUES_PER_BLOCK: usize = CHAIN_TERMS;
+const VALUES_PER_BLOCK: usize = 64;
 
 /// Heads per item, for `rows` rows per head and `heads` heads in total: nearly equal shares.
 pub fn heads_per_item(rows: usize, heads: usize, tiling: &Tiling) -> usize {
@@ -107,7 +107,13 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         let mut factors = [1.0f32; ITEM_ROWS];
         let scores = |row| score_row(ctx, row);
         let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
-        softmax_rows(ctx, 0..item.all_rows(), span, computed, scores, &mut factors);
+        softmax_rows(
+            ctx,
+            0..item.all_rows(),
+            SoftmaxRows { span, computed, exponentials_later: None },
+            scores,
+            &mut factors,
+        );
         let v_rows = HeadRows::new(&v.rows, v_addresses, tokens, heads, sizes.value_bytes);
         accumulate_output::<V, E, PAIRED>(ctx, &v.reader, &v_rows, valid.start, &mut factors);
     }
@@ -237,6 +243,7 @@ unsafe fn compute_transposed_scores<V: Vector, E: Storage, const PAIRED: bool>(
                     factors: std::ptr::null(),
                     scale: call.score_factor,
                     prefetch: &prefetch,
+                    exponentials: None,
                 };
                 register_tile::run::<V>(&call.products.scores, count, width / V::LANES, work);
                 row += panel;
@@ -412,12 +419,13 @@ unsafe fn accumulate_packed<V: Vector, E: Storage, const PAIRED: bool>(
                     b: scratch.values.add(b),
                     b_stride: width,
                     depth: steps.len(),
-                    skipped: steps.start % steps_per_chain::<PAIRED>(),
+                    skipped: steps.start % STEPS_PER_CHAIN,
                     c: ctx.output_row(item_row).add(start),
                     c_stride: sizes.padded_value_dim,
                     factors: factors[row..].as_ptr(),
                     scale: 1.0,
                     prefetch: &prefetch,
+                    exponentials: None,
                 };
                 register_tile::run::<V>(&call.products.output, rows, width / V::LANES, work);
                 start += panel;
