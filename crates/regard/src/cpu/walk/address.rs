@@ -203,7 +203,7 @@ impl<'a> KeyAddresses<'a> {
 }
 
 /// Maximum tokens per block of [`HeadRows`].
-pub const MAX_BLOCK_TOKENS: usize = 64;
+pub const MAX_BLOCK_TOKENS: usize = 128;
 
 /// The K (or V) rows of several heads for the tokens of a tile.
 ///

@@ -32,8 +32,13 @@ pub const ITEM_ROWS: usize = 256;
 /// Maximum heads of an item.
 pub const MAX_ITEM_HEADS: usize = ITEM_ROWS / padded_rows(1);
 
-/// Values per block: one accumulation chain of the product.
-const VALUES_PER_BLOCK: usize = 64;
+/// Values per block: one accumulation chain of the product, as in packed tiles. So rows have the
+/// same bits in both.
+const fn values_per_block<const PAIRED: bool>() -> usize {
+    STEPS_PER_CHAIN * terms_per_step::<PAIRED>()
+}
+
+const _: () = assert!(values_per_block::<true>() <= MAX_BLOCK_TOKENS);
 
 /// Heads per item, for `rows` rows per head and `heads` heads in total: nearly equal shares.
 pub fn heads_per_item(rows: usize, heads: usize, tiling: &Tiling) -> usize {
@@ -287,7 +292,7 @@ unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
     let mut buffer = [std::ptr::null(); MAX_BLOCK_TOKENS];
     let mut start = 0;
     while start < v_rows.tokens {
-        let block_end = (first + start + 1).next_multiple_of(VALUES_PER_BLOCK) - first;
+        let block_end = (first + start + 1).next_multiple_of(values_per_block::<PAIRED>()) - first;
         let tokens = start..v_rows.tokens.min(block_end);
         let mut prefetch_order = v_rows.prefetch_after(&tokens);
         for head in 0..v_rows.heads {
@@ -314,7 +319,7 @@ unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
     prefetch: PrefetchRows,
     factors: &[f32],
 ) {
-    let mut values = [std::ptr::null(); VALUES_PER_BLOCK];
+    let mut values = [std::ptr::null(); MAX_BLOCK_TOKENS];
     let values = &mut values[..block.tokens.len()];
     for (value, from) in values.iter_mut().zip(&v_rows.addresses[block.tokens.clone()]) {
         *value = from.wrapping_offset(v_rows.head_offset(block.head) as isize);
