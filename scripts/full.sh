@@ -71,7 +71,6 @@ long "CUDA: the host's side, coverage of every module of a type and head dim" sc
 long "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
 long "metal: 5,000 random problems on the host" metal_host
 long "metal: every build of the kernels" scripts/metal.sh
-long "metal: the host code over a stand-in for Metal's classes" scripts/metal-host.sh
 long "metal: type check of candle's Metal tensors" scripts/apple.sh candle
 long "memcheck" scripts/memcheck.sh
 long "neon: every test" neon

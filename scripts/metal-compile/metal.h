@@ -61,36 +61,11 @@ template <int N>
 inline vec<float, N> fma(vec<float, N> a, vec<float, N> b, vec<float, N> c) {
     return __builtin_elementwise_fma(a, b, c);
 }
-#define UNARY(name, instruction)                                 \
-    inline float name(float x) {                                 \
-        float y;                                                 \
-        __asm__(instruction ".f32 %0, %1;" : "=f"(y) : "f"(x)); \
-        return y;                                                \
-    }
-// One instruction each, also for the precise variants, whose registers are not known.
-UNARY(log, "lg2.approx")
-UNARY(exp2, "ex2.approx")
-namespace precise {
-UNARY(tanh, "tanh.approx")
-}
-namespace fast {
-UNARY(sin, "sin.approx")
-UNARY(cos, "cos.approx")
-}
-
-enum class mem_flags { mem_none, mem_device, mem_threadgroup };
-inline void threadgroup_barrier(mem_flags) { __asm__ volatile("bar.sync 0;" ::: "memory"); }
-inline void simdgroup_barrier(mem_flags) { __asm__ volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
-inline float simd_shuffle_xor(float value, ushort mask) {
-    float y;
-    __asm__ volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(y) : "f"(value), "r"((uint)mask));
-    return y;
-}
-inline float simd_shuffle(float value, ushort lane) {
-    float y;
-    __asm__ volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(y) : "f"(value), "r"((uint)lane));
-    return y;
-}
+#ifdef __SPIRV__
+#include "spirv.h"
+#else
+#include "nvptx.h"
+#endif
 
 // 8 x 8 matrices: two elements per lane. A product is an opaque pair of FMAs.
 template <class T, int Columns = 8, int Rows = 8>
@@ -105,15 +80,10 @@ inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) 
     matrix.elements = vec<T, 2>(value);
     return matrix;
 }
-inline int matrix_lane() {
-    int lane;
-    __asm__("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
-}
 template <class T>
 inline void simdgroup_load(thread simdgroup_matrix<T>& matrix, const threadgroup T* from, ulong stride, ulong2 = ulong2(0, 0),
                            bool transpose = false) {
-    const int lane = matrix_lane();
+    const int lane = thread_index_in_simdgroup();
     const ulong row = (lane / 4 & 4) + (lane / 2) % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
     if (transpose) {
         matrix.elements.x = from[column * stride + row];
@@ -131,27 +101,6 @@ template <class A, class B>
 inline void simdgroup_multiply_accumulate(thread simdgroup_float8x8& d, thread simdgroup_matrix<A>& a, thread simdgroup_matrix<B>& b,
                                           thread simdgroup_float8x8& c) {
     const vec<float, 2> left = as_operand(a.elements), right = as_operand(b.elements);
-    float x, y;
-    __asm__("fma.rn.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(left.x), "f"(right.x), "f"(c.elements.x));
-    __asm__("fma.rn.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(left.y), "f"(right.y), "f"(c.elements.y));
-    d.elements.x = x;
-    d.elements.y = y;
-}
-
-// Where a thread is.
-#define SPECIAL(name, register)                                      \
-    inline uint name() {                                             \
-        uint value;                                                  \
-        __asm__("mov.u32 %0, %%" register ";" : "=r"(value));        \
-        return value;                                                \
-    }
-SPECIAL(group_x, "ctaid.x") SPECIAL(group_y, "ctaid.y") SPECIAL(group_z, "ctaid.z") SPECIAL(thread_index_in_threadgroup, "tid.x")
-SPECIAL(thread_index_in_simdgroup, "laneid")
-inline uint simdgroup_index_in_threadgroup() { return thread_index_in_threadgroup() / 32; }
-inline uint3 threadgroup_position_in_grid() {
-    uint3 v;
-    v.x = group_x();
-    v.y = group_y();
-    v.z = group_z();
-    return v;
+    d.elements.x = opaque_fma(left.x, right.x, c.elements.x);
+    d.elements.y = opaque_fma(left.y, right.y, c.elements.y);
 }

@@ -16,7 +16,7 @@ const GENERATIONS: [Generation; 5] = [
     Generation { name: "m2", architecture: 14, family: 8, cores: [10, 19, 38, 76] },
     Generation { name: "m3", architecture: 15, family: 9, cores: [10, 18, 40, 80] },
     Generation { name: "m4", architecture: 16, family: 9, cores: [10, 20, 40, 0] },
-    Generation { name: "m5", architecture: 17, family: 10, cores: [10, 0, 0, 0] },
+    Generation { name: "m5", architecture: 17, family: 10, cores: [10, 20, 40, 0] },
 ];
 
 /// The suffixes of [`chip`]'s names, as [`Generation::cores`] orders them.
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn every_name_is_a_chip_that_the_kernels_run_on() {
-        assert_eq!(chip_names().count(), 16);
+        assert_eq!(chip_names().count(), 18);
         for name in chip_names() {
             let facts = chip(&name).expect("it is listed");
             assert!(facts.family >= MIN_FAMILY && facts.cores >= 8, "{name}");

@@ -102,10 +102,11 @@ impl Machine {
 
     /// The names that machines can be parsed from.
     #[rustfmt::skip]
-    pub const NAMES: [&'static str; 23] = [
+    pub const NAMES: [&'static str; 25] = [
         "host", "scalar", "neon", "avx2", "avx512", "h200", "a100",
         "m1", "m1-pro", "m1-max", "m1-ultra", "m2", "m2-pro", "m2-max", "m2-ultra",
         "m3", "m3-pro", "m3-max", "m3-ultra", "m4", "m4-pro", "m4-max", "m5",
+        "m5-pro", "m5-max",
     ];
 
     /// The same machine with another SIMD level. No effect on GPUs.

@@ -112,6 +112,41 @@ fn every_case() {
 }
 
 /// Everything composed at random, more than the list has. `REGARD_METAL_RANDOM=n` runs so many.
+/// Calls `run` with subnormal operands and results of SSE flushed to zero, as a GPU may flush them.
+#[cfg(target_arch = "x86_64")]
+fn with_subnormals_flushed<R>(run: impl FnOnce() -> R) -> R {
+    use std::arch::asm;
+    const FLUSH_RESULTS_AND_OPERANDS: u32 = 1 << 15 | 1 << 6;
+    let (mut before, mut after) = (0u32, 1.0e-38f32);
+    // SAFETY: the control word is this thread's, and is what it was when the kernels have run.
+    unsafe { asm!("stmxcsr [{}]", in(reg) &mut before) };
+    let flushing = before | FLUSH_RESULTS_AND_OPERANDS;
+    // SAFETY: as above.
+    unsafe { asm!("ldmxcsr [{}]", in(reg) &flushing) };
+    let result = run();
+    after = std::hint::black_box(after) * std::hint::black_box(0.25);
+    // SAFETY: as above.
+    unsafe { asm!("ldmxcsr [{}]", in(reg) &before) };
+    assert!(after == 0.0, "still flushed after the run");
+    result
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn results_are_right_where_subnormals_are_flushed() {
+    let Some(compiler) = compiler() else { return };
+    let specs: Vec<_> = core().into_iter().enumerate().collect();
+    for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
+        let case = spec.generate();
+        let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", spec.name);
+        let checker = Checker::new(&case, None).map_err(|why| failed(&why))?;
+        let machine = gpu(8, if number % 2 == 0 { 1 } else { 8 });
+        let run = || run_case(library, &case, (&machine, 2 + *number as u32));
+        let output = with_subnormals_flushed(run).map_err(|why| failed(&why))?;
+        checker.check(&output).map(|_| ()).map_err(|why| failed(&why))
+    });
+}
+
 #[test]
 fn anything_composes_with_anything() {
     let Some(compiler) = compiler() else { return };

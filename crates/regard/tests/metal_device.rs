@@ -161,7 +161,7 @@ fn every_case() {
     });
     let failures = failures.into_inner().expect("no thread panics");
     println!("{} cases", specs.len());
-    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.combine("\n"));
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
 }
 
 fn check_case(spec: &Spec, few: &Gpu, many: &Gpu) -> Result<(), String> {
@@ -366,6 +366,26 @@ fn failures_have_error_messages() {
     stand_in::set_executor(|kernel| Err(format!("{} hangs", kernel.function)));
     let words = failure(&broken);
     assert!(words.contains("hangs (status 5)"), "{words}");
+}
+
+/// Two rows of three: rows are 8 apart, elements 2.
+fn with_gaps(memory: &mut [f32]) -> TensorMut<'_> {
+    TensorMut::with_strides(memory, [2, 3], [8, 2]).expect("it fits")
+}
+
+/// Gaps between the rows of an output may be another tensor, which others write meanwhile.
+#[test]
+fn copies_write_elements_and_nothing_between() {
+    let Some(compiler) = compiler() else { return };
+    let (gpu, _) = gpu(&compiler, &source_of(&["MERGE("]), M2);
+    let mut memory = vec![1.0f32; 14];
+    let copy = gpu.copy_of_output("out", &with_gaps(&mut memory)).expect("a buffer");
+    memory.fill(2.0);
+    copy.download(&mut with_gaps(&mut memory));
+    let is_element = |at: usize| at % 8 < 5 && at % 2 == 0;
+    for (at, &number) in memory.iter().enumerate() {
+        assert_eq!(number, if is_element(at) { 1.0 } else { 2.0 }, "element {at}");
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ mod far_offsets;
 mod support;
 
 use metal_host::{Build, On, run_problem};
-use regard::DType;
+use regard::{DType, MAX_KEY_STRIDE};
 use regard_cases::check::Checker;
 use regard_cases::{OffsetSpec, Spec};
 use support::{compiler, gpu, library, run_case, source_of};
@@ -61,6 +61,14 @@ fn there_may_be_more_than_65535_rows() {
 #[test]
 fn there_may_be_more_than_65535_keys() {
     check(spec("keys").lengths(&[(1, MANY)]));
+}
+
+/// Kernels divide them by the distance of keys; they have no division of 64 bits.
+#[test]
+fn positions_may_be_2_to_the_32_apart() {
+    let offset = OffsetSpec::Same(i64::from(i32::MAX) - 8);
+    let apart = spec("apart").lengths(&[(1, 2 * MANY)]).key_positions(&[i32::MIN], MAX_KEY_STRIDE);
+    check(Spec { offset, ..apart });
 }
 
 /// A threadgroup each: half a minute.

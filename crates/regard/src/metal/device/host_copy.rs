@@ -56,20 +56,41 @@ impl HostCopy {
         view.tensor_mut(0, host.dtype(), host.shape(), Some(host.strides()))
     }
 
-    /// Copies it back, with what lies between the elements. Work that writes it has ended.
+    /// Copies its elements back, and nothing that lies between them. Work that writes it has ended.
     ///
     /// # Panics
-    /// If the tensor takes another number of bytes than the one that was copied.
+    /// If the tensor takes another number of bytes than the one that was copied, or has a negative
+    /// stride.
     pub fn download(&self, to: &mut TensorMut) {
         let (start, end) = to.byte_range().unwrap_or((0, 0));
-        assert_eq!(end - start, self.bytes, "it is a copy of another tensor");
-        if self.bytes > 0 {
-            // SAFETY: the memory is an output's, which nothing else uses meanwhile; bytes between
-            // its elements were copied too.
-            unsafe {
-                let to = start as *mut u8;
-                to.copy_from_nonoverlapping(self.buffer.contents().as_ptr().cast(), self.bytes);
+        let is_forwards = to.strides().iter().all(|&stride| stride >= 0);
+        assert!(is_forwards && end - start == self.bytes, "it is a copy of another tensor");
+        if self.bytes == 0 {
+            return;
+        }
+        let element = to.dtype().size();
+        let from: *const u8 = self.buffer.contents().as_ptr().cast();
+        for_each_run(to.shape(), to.strides(), &mut |first, len| {
+            let (at, bytes) = (first * element, len * element);
+            // SAFETY: runs lie inside the tensor, which is an output that nothing else uses
+            // meanwhile, and the copy is as long.
+            unsafe { (start as *mut u8).add(at).copy_from_nonoverlapping(from.add(at), bytes) };
+        });
+    }
+}
+
+/// Calls with the first element and the length of each run of neighbouring elements. Strides are
+/// not negative.
+fn for_each_run(shape: &[usize], strides: &[i64], call: &mut dyn FnMut(usize, usize)) {
+    match (shape, strides) {
+        ([], _) => call(0, 1),
+        ([len], [1]) => call(0, *len),
+        ([len, shape @ ..], [stride, strides @ ..]) => {
+            for index in 0..*len {
+                let start = index * *stride as usize;
+                for_each_run(shape, strides, &mut |first, len| call(start + first, len));
             }
         }
+        _ => unreachable!("a stride per dimension"),
     }
 }

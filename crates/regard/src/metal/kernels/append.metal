@@ -120,7 +120,7 @@ template <typename T>
         return;
     }
     if (token.position < 0) return;
-    const long column = token.position / params.block_size;
+    const long column = divide_long(token.position, params.block_size);
     if (column >= params.table_blocks) return;
     int page = token.sequence;
     if (params.given_block_table != 0) page = block_table[long(page) * params.block_table_stride + column];

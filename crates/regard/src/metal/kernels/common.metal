@@ -78,6 +78,24 @@ METAL_FUNC bool any_of_simdgroup(bool x) { return max_of_simdgroup(x ? 1.0f : 0.
 METAL_FUNC long min_long(long a, long b) { return a < b ? a : b; }
 METAL_FUNC long max_long(long a, long b) { return a < b ? b : a; }
 
+// Quotient of a number that is not negative and one that is positive. GPUs have no division of 64 bits, and a
+// compiler's own takes hundreds of instructions at every place. Numbers of more than 32 bits are rare.
+METAL_FUNC long divide_long(long dividend, long divisor) {
+    const ulong from = ulong(dividend);
+    const ulong by = ulong(divisor);
+    if ((from | by) >> 32 == 0) return long(uint(from) / uint(by));
+    ulong quotient = 0;
+    ulong remainder = 0;
+    NO_UNROLL
+    for (int bit = 62; bit >= 0; bit--) {
+        remainder = remainder * 2 + (from >> ulong(bit) & 1u);
+        if (remainder < by) continue;
+        remainder -= by;
+        quotient |= ulong(1) << ulong(bit);
+    }
+    return long(quotient);
+}
+
 struct ThreadPosition {
     uint3 group;
     int lane;
@@ -219,7 +237,7 @@ METAL_FUNC SequenceHead load_sequence_head(ThreadPosition at, constant Attention
 // Keys before a position, which is counted from that of the first key.
 METAL_FUNC long keys_before(long position, Sequence sequence, constant AttentionParameters& params) {
     const long bounded = max_long(0, min_long(position, long(sequence.kv_len) * params.key_stride));
-    return params.key_stride == 1 ? bounded : (bounded + params.key_stride - 1) / params.key_stride;
+    return params.key_stride == 1 ? bounded : divide_long(bounded + params.key_stride - 1, params.key_stride);
 }
 
 // The keys x..y that causality, window and length leave to a query at this position.
@@ -230,8 +248,8 @@ METAL_FUNC int2 visible_range(long position, Sequence sequence, constant Attenti
     if (params.chunk > 0) {
         // Chunked attention: the start of the position's chunk, rounded down.
         const long at = position + sequence.key_offset;
-        const long chunks = at < 0 ? -((params.chunk - 1 - at) / params.chunk) : at / params.chunk;
-        const long chunk = chunks * params.chunk - sequence.key_offset;
+        const long chunks = divide_long(at < 0 ? params.chunk - 1 - at : at, params.chunk);
+        const long chunk = (at < 0 ? -chunks : chunks) * params.chunk - sequence.key_offset;
         start = max_long(start, chunk);
         end = min_long(end, chunk + params.chunk);
     }
@@ -309,18 +327,26 @@ METAL_FUNC int listed_key(KeyList list, KeyView<T> keys, int entry) {
     return key;
 }
 
-// WIDTH neighbouring elements from `dim` on, zeros past `dims`. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a
-// multiple of it.
+// A vector of a row of `dims`: the dims from `first` on. `is_inside` where the caller knows that all of it is there:
+// the compiler does not know how many lanes there are.
+struct RowPart {
+    int first;
+    int dims;
+    bool is_inside;
+};
+
+// WIDTH neighbouring elements, zeros past the last dim. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a multiple
+// of it.
 template <typename T, int WIDTH>
-METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, int dim, int dims) {
+METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, RowPart part) {
     if (ALIGNED) {
-        if (dim >= dims) return vec<T, WIDTH>(T(0));
-        return *(device const vec<T, WIDTH>*)(row + dim);
+        if (!part.is_inside && part.first >= part.dims) return vec<T, WIDTH>(T(0));
+        return *(device const vec<T, WIDTH>*)(row + part.first);
     }
     vec<T, WIDTH> elements = vec<T, WIDTH>(T(0));
     UNROLL
     for (int i = 0; i < WIDTH; i++) {
-        if (dim + i < dims) elements[i] = row[dim + i];
+        if (part.is_inside || part.first + i < part.dims) elements[i] = row[part.first + i];
     }
     return elements;
 }
@@ -399,8 +425,8 @@ METAL_FUNC vec<float, WIDTH> load_block_values(device const uchar* row, int dim,
 }
 
 template <typename T, int WIDTH>
-METAL_FUNC vec<float, WIDTH> load_floats(device const uchar* row, int dim, int dims) {
-    const vec<T, WIDTH> elements = load_vector<T, WIDTH>((device const T*)row, dim, dims);
+METAL_FUNC vec<float, WIDTH> load_floats(device const uchar* row, RowPart part) {
+    const vec<T, WIDTH> elements = load_vector<T, WIDTH>((device const T*)row, part);
     vec<float, WIDTH> values;
     UNROLL
     for (int i = 0; i < WIDTH; i++) values[i] = float(elements[i]);
@@ -410,23 +436,23 @@ METAL_FUNC vec<float, WIDTH> load_floats(device const uchar* row, int dim, int d
 // As load_vector: elements of the queries' type as they are, others as f32. Codes come without their scales, which
 // join scores and probabilities; values of blocks with theirs, and exactly.
 template <int WIDTH>
-METAL_FUNC vec<float, WIDTH> load_elements(device const uchar* row, int dim, int dims, int format) {
-    if (is_format(format, KvFormat::F32)) return load_floats<float, WIDTH>(row, dim, dims);
-    if (is_format(format, KvFormat::F16)) return load_floats<half, WIDTH>(row, dim, dims);
-    if (is_format(format, KvFormat::BF16)) return load_floats<bfloat, WIDTH>(row, dim, dims);
+METAL_FUNC vec<float, WIDTH> load_elements(device const uchar* row, RowPart part, int format) {
+    if (is_format(format, KvFormat::F32)) return load_floats<float, WIDTH>(row, part);
+    if (is_format(format, KvFormat::F16)) return load_floats<half, WIDTH>(row, part);
+    if (is_format(format, KvFormat::BF16)) return load_floats<bfloat, WIDTH>(row, part);
     if (!has_scales(format)) {
-        if (dim >= dims) return vec<float, WIDTH>(0.0f);
-        return load_block_values<WIDTH>(row, dim, format);
+        if (!part.is_inside && part.first >= part.dims) return vec<float, WIDTH>(0.0f);
+        return load_block_values<WIDTH>(row, part.first, format);
     }
-    const vec<uchar, WIDTH> codes = load_vector<uchar, WIDTH>(row, dim, dims);
+    const vec<uchar, WIDTH> codes = load_vector<uchar, WIDTH>(row, part);
     vec<float, WIDTH> values;
     UNROLL
     for (int i = 0; i < WIDTH; i++) values[i] = decode_code(codes[i], format);
     return values;
 }
 template <int WIDTH, typename T>
-METAL_FUNC vec<T, WIDTH> load_elements(device const T* row, int dim, int dims, int) {
-    return load_vector<T, WIDTH>(row, dim, dims);
+METAL_FUNC vec<T, WIDTH> load_elements(device const T* row, RowPart part, int) {
+    return load_vector<T, WIDTH>(row, part);
 }
 
 // ---- scores ---------------------------------------------------------------------------------------------------------

@@ -7,21 +7,22 @@
 // exponentials run once per score, on all lanes. Steps go round-robin to the SIMD groups of a threadgroup; their states
 // are merged through threadgroup memory at the end.
 
-// Sums of COUNT values over groups of COUNT lanes, by exchanging halves: lane l gets its group's sum of value l %
-// COUNT.
-template <int COUNT>
+// Sums of COUNT values over groups of COUNT lanes, DISTANCE lanes from each other, by exchanging halves: lane l gets
+// its group's sum of value l / DISTANCE % COUNT.
+template <int COUNT, int DISTANCE>
 struct SumAcrossLanes {
     static METAL_FUNC float of(const thread float* values, int lane) {
-        const float low = SumAcrossLanes<COUNT / 2>::of(values, lane);
-        const float high = SumAcrossLanes<COUNT / 2>::of(values + COUNT / 2, lane);
-        const bool keeps_high = (lane & COUNT / 2) != 0;
+        const float low = SumAcrossLanes<COUNT / 2, DISTANCE>::of(values, lane);
+        const float high = SumAcrossLanes<COUNT / 2, DISTANCE>::of(values + COUNT / 2, lane);
+        const int bit = COUNT / 2 * DISTANCE;
+        const bool keeps_high = (lane & bit) != 0;
         const float kept = keeps_high ? high : low;
         const float given = keeps_high ? low : high;
-        return kept + simd_shuffle_xor(given, ushort(COUNT / 2));
+        return kept + simd_shuffle_xor(given, ushort(bit));
     }
 };
-template <>
-struct SumAcrossLanes<1> {
+template <int DISTANCE>
+struct SumAcrossLanes<1, DISTANCE> {
     static METAL_FUNC float of(const thread float* values, int) { return values[0]; }
 };
 
@@ -39,24 +40,45 @@ struct TokenLoads {
     KeyWalk walk;
 };
 
-// Loads the vectors of COUNT keys or values from `first` on. Vectors outside the range are not loaded and stay
-// undefined. E is the element type of vectors.
+// Chunk `chunk` of this lane's part of a row of `dims`.
+template <int WIDTH>
+METAL_FUNC RowPart lane_part(int chunk, int lane, int dims) {
+    return {(chunk * SIMD_WIDTH + lane) * WIDTH, dims, (chunk + 1) * SIMD_WIDTH * WIDTH <= dims};
+}
+
+// Loads the vectors of COUNT keys or values from `first` on. Places outside the range, which is not empty, repeat its
+// first or last key: loads without branches overlap. Entries of a list that name no key give zeros. E is the element
+// type of vectors.
 template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
 METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread V (&vectors)[COUNT][CHUNKS]) {
     UNROLL
     for (int j = 0; j < COUNT; j++) {
-        const int token = first + j;
-        UNROLL
-        for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
-        if (token >= loads.walk.range.x && token < loads.walk.range.y) {
-            const int key = LISTS != 0 ? listed_key(loads.walk.list, view, token) : token;
-            if (LISTS != 0 && key < 0) continue;
-            device const T* row = key_address(view, key);
-            UNROLL
-            for (int c = 0; c < CHUNKS; c++)
-                vectors[j][c] =
-                    load_elements<WIDTH>(row, (c * SIMD_WIDTH + loads.walk.lane) * WIDTH, loads.dims, loads.format);
+        int key = clamp(first + j, loads.walk.range.x, loads.walk.range.y - 1);
+        if (LISTS != 0) {
+            key = listed_key(loads.walk.list, view, key);
+            if (key < 0) {
+                UNROLL
+                for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
+                continue;
+            }
         }
+        device const T* row = key_address(view, key);
+        UNROLL
+        for (int c = 0; c < CHUNKS; c++) {
+            vectors[j][c] =
+                load_elements<WIDTH>(row, lane_part<WIDTH>(c, loads.walk.lane, loads.dims), loads.format);
+        }
+    }
+}
+
+// Zeros the values outside the range: 0 * infinity = NaN.
+template <typename E, typename V, int COUNT, int CHUNKS>
+METAL_FUNC void zero_tokens_outside(int2 range, int first, thread V (&vectors)[COUNT][CHUNKS]) {
+    UNROLL
+    for (int j = 0; j < COUNT; j++) {
+        const bool is_inside = first + j >= range.x && first + j < range.y;
+        UNROLL
+        for (int c = 0; c < CHUNKS; c++) vectors[j][c] = is_inside ? vectors[j][c] : V(E(0));
     }
 }
 
@@ -99,18 +121,22 @@ METAL_FUNC void load_queries(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, de
         device const T* from = q + row_offset(row, tile.head.sequence, params.query_strides);
         UNROLL
         for (int c = 0; c < CHUNKS; c++) {
-            rows.query[r][c] = load_vector<T, WIDTH>(from, (c * SIMD_WIDTH + lane) * WIDTH, HEAD_DIM);
+            rows.query[r][c] = load_vector<T, WIDTH>(from, lane_part<WIDTH>(c, lane, HEAD_DIM));
             rows.sums[r][c] = vec<float, WIDTH>(0.0f);
         }
     }
 }
 
-// The dot products of this lane's dims: of every row with every key in flight.
+// The dot products of every row with every key in flight: lane l gets that of row l % ROWS and key l / ROWS % KEYS,
+// over the dims of its group of KEYS * ROWS lanes. A key's lane sums are exchanged before those of the next are
+// computed, so that registers hold one key's at a time.
 template <typename T, int WIDTH, int CHUNKS, int ROWS, int KEYS, typename V>
-METAL_FUNC void multiply_lane(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, thread V (&keys)[KEYS][CHUNKS],
-                              thread float (&dots)[KEYS * ROWS]) {
+METAL_FUNC float multiply_loaded_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows,
+                                      thread V (&keys)[KEYS][CHUNKS], int lane) {
+    float key_sums[KEYS];
     UNROLL
     for (int j = 0; j < KEYS; j++) {
+        float dots[ROWS];
         UNROLL
         for (int r = 0; r < ROWS; r++) {
             vec<float, WIDTH> product = vec<float, WIDTH>(rows.query[r][0]) * vec<float, WIDTH>(keys[j][0]);
@@ -121,9 +147,11 @@ METAL_FUNC void multiply_lane(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, t
             float dot_product = 0.0f;
             UNROLL
             for (int i = 0; i < WIDTH; i++) dot_product += product[i];
-            dots[j * ROWS + r] = dot_product;
+            dots[r] = dot_product;
         }
+        key_sums[j] = SumAcrossLanes<ROWS, 1>::of(dots, lane);
     }
+    return SumAcrossLanes<KEYS, ROWS>::of(key_sums, lane);
 }
 
 // S = Q @ K^T: the 32 scores of a step, one per lane.
@@ -139,17 +167,16 @@ METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Cac
     NO_UNROLL
     for (int n = 0; n < LOADS; n++) {
         const int first_loaded = first + n * KEYS_IN_FLIGHT;
-        float dots[DOTS];
+        float sum;
         if (is_native(KEY_FORMAT)) {
             vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
             load_tokens<WIDTH, T>(keys.native, loads, first_loaded, loaded);
-            multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
+            sum = multiply_loaded_keys<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, lane);
         } else {
             vec<float, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
             load_tokens<WIDTH, float>(keys.bytes, loads, first_loaded, loaded);
-            multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
+            sum = multiply_loaded_keys<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, lane);
         }
-        float sum = SumAcrossLanes<DOTS>::of(dots, lane);
         UNROLL
         for (int bit = DOTS; bit < SIMD_WIDTH; bit *= 2) sum += simd_shuffle_xor(sum, ushort(bit));
         score = lane / DOTS == n ? sum : score;
@@ -241,10 +268,12 @@ METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Cach
         if (is_native(VALUE_FORMAT)) {
             vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
             load_tokens<WIDTH, T>(values.native, loads, first_loaded, loaded);
+            zero_tokens_outside<T>(walk.range, first_loaded, loaded);
             add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
         } else {
             vec<float, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
             load_tokens<WIDTH, float>(values.bytes, loads, first_loaded, loaded);
+            zero_tokens_outside<float>(walk.range, first_loaded, loaded);
             add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
         }
         simdgroup_barrier(mem_flags::mem_none);
@@ -284,10 +313,11 @@ METAL_FUNC void store_simdgroup(DecodeShared shared, thread DecodeRows<T, WIDTH,
     for (int r = 0; r < ROWS; r++) {
         UNROLL
         for (int c = 0; c < CHUNKS; c++) {
+            const RowPart part = lane_part<WIDTH>(c, at.lane, VALUE_DIM);
             UNROLL
             for (int i = 0; i < WIDTH; i++) {
-                const int dim = (c * SIMD_WIDTH + at.lane) * WIDTH + i;
-                if (dim < VALUE_DIM) shared.sums[(first + r) * VALUE_DIM + dim] = rows.sums[r][c][i];
+                const int dim = part.first + i;
+                if (part.is_inside || dim < VALUE_DIM) shared.sums[(first + r) * VALUE_DIM + dim] = rows.sums[r][c][i];
             }
         }
     }
@@ -369,9 +399,10 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     State state = empty_state();
 
     // Mainloop: every SIMD group takes one step of keys, then the threadgroup's next.
+    const int end = tile.start < tile.end ? tile.end : 0;
     const KeyWalk walk = {int2(tile.start, tile.end), lane, key_list(head, params, operands)};
     const int stride = SIMD_GROUPS * STEP_KEYS;
-    for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < tile.end; first += stride) {
+    for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < end; first += stride) {
         if (first + STEP_KEYS <= tile.start) continue;
         int key = first + lane / ROWS;
         if (LISTS != 0)

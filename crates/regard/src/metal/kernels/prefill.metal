@@ -28,7 +28,7 @@ METAL_FUNC int tile_stride(int dims) {
 // for floats of another type than the queries.
 template <typename T, typename Stored>
 METAL_FUNC vec<T, 4> load_tile_elements(device const Stored* row, int dim, int dims, int format) {
-    const auto stored = load_elements<4>(row, dim, dims, format);
+    const auto stored = load_elements<4>(row, {dim, dims, false}, format);
     vec<T, 4> elements;
     UNROLL
     for (int i = 0; i < 4; i++) elements[i] = T(stored[i]);
@@ -537,7 +537,7 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, Inputs<Q> inp
 
     // Mainloop over K tiles.
     for (int first = row_tile.start / TILE_KEYS * TILE_KEYS; first < row_tile.end; first += TILE_KEYS) {
-        if (WALKS_SPLITS && long(first) % params.split_keys == 0) {
+        if (WALKS_SPLITS && divide_long(first, params.split_keys) * params.split_keys == first) {
             rows.combined = combine_split(rows.combined, rows.state, rows.combined_sums, rows.sums);
             start_split(rows);
         }
