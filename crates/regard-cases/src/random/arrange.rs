@@ -171,8 +171,8 @@ fn among(spec: &Spec) -> Spec {
         KeyPositionsSpec { offsets, stride }
     });
     let layout = if spec.layout == Layout::Bshd { Layout::Bhsd } else { Layout::Bshd };
-    // Rows of physical slots have no positions.
-    let offset = match spec.lists_slots() {
+    // Physical slots, and pages without numbers, have no positions.
+    let offset = match spec.has_listed_pool() && !spec.has_page_numbers() {
         true => OffsetSpec::BottomRight,
         false => OffsetSpec::PerSequence(offsets),
     };
