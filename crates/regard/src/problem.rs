@@ -165,7 +165,7 @@ pub struct Inputs<'a, M: Memory = Host> {
     /// `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
     pub q: Tensor<'a, M>,
     /// `[B, Lk, Hkv, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size,
-    /// Hkv, Dk]` with `block_table`.
+    /// Hkv, Dk]` with `block_table`, `page_indices` or `indices_are_slots`.
     pub k: Tensor<'a, M>,
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
