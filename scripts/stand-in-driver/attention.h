@@ -95,7 +95,7 @@ inline long long place_of_key(const AttentionParameters &p, const Sequence &s, l
     if (!p.block_size) {
         return p.cu_seqlens_k ? (s.kv_start + key) * strides.token : s.index * strides.batch + key * strides.token;
     }
-    // Without a block table keys are physical slots.
+    // Without a block table keys are physical slots, also those of listed pages.
     long long entry = p.block_table ? int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size) : key / p.block_size;
     return clamped(entry, 0, p.blocks - 1) * strides.batch + key % p.block_size * strides.token;
 }
@@ -134,9 +134,15 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     }
 }
 
+// A key that a row attends to: its number, from which its position follows, and what has its address.
+struct RowKey {
+    long long key, address;
+};
+
 // The score of a key, minus infinity where it is hidden. `row` has room for the key.
 inline double score_of(const AttentionParameters &p, const CacheParameters &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
-                       std::vector<float> &row, long long key) {
+                       std::vector<float> &row, RowKey row_key) {
+    const long long key = row_key.key;
     long long new_token = key - ((long long)s.kv_len - s.q_len);
     if (p.tree_mask && new_token >= 0) {
         unsigned word = int_at(p.tree_mask, s.index * p.tree_strides.batch + token * p.tree_strides.row + new_token / 32);
@@ -144,7 +150,7 @@ inline double score_of(const AttentionParameters &p, const CacheParameters &cach
     }
     long long mask = s.index * p.mask_strides.batch + head * p.mask_strides.head + token * p.mask_strides.row + key * p.mask_strides.key;
     if (p.mask_kind == MaskKind::Bool && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
-    load_stored(p, s, p.keys, cache.key_format, cache.key_scales, cache.key_scale_strides, key, head / p.group, p.head_dim, row);
+    load_stored(p, s, p.keys, cache.key_format, cache.key_scales, cache.key_scale_strides, row_key.address, head / p.group, p.head_dim, row);
     // Sixteen sums, so that the compiler can keep them in vectors. Rows are read in full: `query` and `row` are padded with zeros.
     double sums[LANES] = {}, score = 0;
     for (size_t i = 0; i < query.size(); i += LANES) {
@@ -165,12 +171,30 @@ inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token,
     return (MapKind)((const unsigned char *)t.map.pointer)[s.index * t.map.strides.batch + head * t.map.strides.head + row * t.map.strides.row + key / t.map.tile_keys];
 }
 
+// The keys of the list of pages of a sequence and key/value head. `sees`: by position.
+template <class Sees> std::vector<RowKey> keys_of_pages(const AttentionParameters &p, const Sequence &s, const ListParameters &lists, int kv_head, Sees sees) {
+    std::vector<RowKey> keys;
+    auto at = [&](const TokenStrides &strides) { return s.index * strides.token + kv_head * strides.head; };
+    int len = lists.counts ? clamped(int_at(lists.counts, at(lists.count_strides)), 0, lists.len) : lists.len;
+    for (int entry = 0; entry < len; entry++) {
+        long long page = entry / p.block_size, slot = entry % p.block_size, key = entry;
+        long long block = int_at(lists.indices, at(lists.index_strides) + page);
+        if (block < 0 || block >= p.blocks) continue;
+        if (lists.numbers) {
+            key = int_at(lists.numbers, at(lists.number_strides) + page) * (long long)p.block_size + slot;
+            if (key < 0 || key >= 0x7fffffff || !sees(key)) continue;
+        }
+        keys.push_back({key, block * p.block_size + slot});
+    }
+    return keys;
+}
+
 // The keys that a row attends to: those from `first` to `end`, or of them those that its list names.
-inline std::vector<long long> keys_of(const AttentionParameters &p, const Sequence &s, const ListParameters *lists, int token, int kv_head, long long first,
-                                      long long end) {
-    std::vector<long long> keys;
+inline std::vector<RowKey> keys_of(const AttentionParameters &p, const Sequence &s, const ListParameters *lists, int token, int kv_head, long long first,
+                                   long long end) {
+    std::vector<RowKey> keys;
     if (!lists) {
-        for (long long key = first; key < end; key++) keys.push_back(key);
+        for (long long key = first; key < end; key++) keys.push_back({key, key});
         return keys;
     }
     long long row = p.cu_seqlens_q ? s.q_start + token : (long long)s.index * p.query_len + token;
@@ -182,7 +206,7 @@ inline std::vector<long long> keys_of(const AttentionParameters &p, const Sequen
             int page = int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size);
             if (page < 0 || page >= p.blocks) continue;
         }
-        keys.push_back(key);
+        keys.push_back({key, key});
     }
     return keys;
 }
@@ -198,8 +222,9 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
         auto chunk_of = [&](long long x) { return (x - (x % p.chunk.length + p.chunk.length) % p.chunk.length) / p.chunk.length; };
         return position - p.window.left <= at && at <= position + p.window.right && (!p.chunk.length || chunk_of(at) == chunk_of(position));
     };
-    while (first < s.kv_len && !sees(first)) first++;
-    for (end = first; end < s.kv_len && sees(end);) end++;
+    const bool has_pages = lists && lists->are_pages;
+    while (!has_pages && first < s.kv_len && !sees(first)) first++;
+    for (end = first; !has_pages && end < s.kv_len && sees(end);) end++;
     const int padded = (p.head_dim + LANES - 1) / LANES * LANES;
     std::vector<float> query(padded), row(padded), value(p.value_dim);
     load_row(p.query.pointer, s.index * p.query.strides.batch + place * p.query.strides.token + head * p.query.strides.head, type, p.head_dim, query);
@@ -207,9 +232,10 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
     std::vector<double> scores;
     AttentionParameters unmasked = p;
     unmasked.mask_kind = MaskKind::None;
-    const std::vector<long long> keys = keys_of(p, s, lists, token, head / p.group, first, end);
-    for (long long key : keys) {
-        MapKind tile = tile_of(t, s, token, head, key);
+    const std::vector<RowKey> keys =
+        has_pages ? keys_of_pages(p, s, *lists, head / p.group, sees) : keys_of(p, s, lists, token, head / p.group, first, end);
+    for (RowKey key : keys) {
+        MapKind tile = tile_of(t, s, token, head, key.key);
         scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(tile == MapKind::Full ? unmasked : p, cache, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
@@ -219,7 +245,7 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
         if (scores[i] == -INFINITY) continue;
         double weight = std::exp(scores[i] - most);
         sum += weight;
-        load_stored(p, s, p.values, cache.value_format, cache.value_scales, cache.value_scale_strides, keys[i], head / p.group, p.value_dim, value);
+        load_stored(p, s, p.values, cache.value_format, cache.value_scales, cache.value_scale_strides, keys[i].address, head / p.group, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
     long long to = s.index * p.out.strides.batch + place * p.out.strides.token + head * p.out.strides.head;

@@ -84,7 +84,7 @@
 // without a `block_table`. Nothing that needs positions or lengths may be given.
 #define REGARD_INDICES_ARE_SLOTS (1 << 16)
 
-// Option of a problem: `key_indices` will be given; `list_len` counts.
+// Option of a problem: `key_indices` or `page_indices` will be given; `list_len` counts.
 #define REGARD_KEY_LISTS (1 << 17)
 
 // Option of a problem: there is a list per key/value head.
@@ -92,8 +92,14 @@
 
 // Option: keys are at positions of their own, key j at offset + stride * j: a shard of sequences
 // that are spread over devices. Needs `REGARD_Q_OFFSET` or `q_offsets`. Not together with
-// `tree_mask` or `REGARD_INDICES_ARE_SLOTS`.
+// `tree_mask`, `REGARD_INDICES_ARE_SLOTS` or `page_indices`.
 #define REGARD_KEY_POSITIONS (1 << 19)
+
+// Option of a problem with `REGARD_KEY_LISTS`: `page_indices` will be given, not `key_indices`.
+#define REGARD_LISTS_OF_PAGES (1 << 20)
+
+// Option of a problem with `REGARD_LISTS_OF_PAGES`: `page_numbers` will be given.
+#define REGARD_PAGE_NUMBERS (1 << 21)
 
 // Option of a tensor: its field `strides` is used. A stride of 0 gives every index of that
 // dimension the same elements, as `expand` of other libraries does. Without this option the tensor
@@ -369,6 +375,16 @@ typedef struct regard_operands {
   // `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
   // Given together with `prefix_groups`.
   const struct regard_tensor *prefix_lens;
+  // `[Hkv or 1, B, n]` i32: the blocks of the pools `k` and `v` that the rows of each sequence
+  // attend to, per key/value head or for all of them, instead of a `block_table`. Entries that
+  // are no block are skipped.
+  const struct regard_tensor *page_indices;
+  // `[Hkv or 1, B]` i32: the keys of each list, which end within its last used block. Without
+  // it, all slots of the `n` blocks.
+  const struct regard_tensor *page_list_lens;
+  // The shape of `page_indices`, i32: the number of each listed block in its sequence. Needs
+  // `REGARD_Q_OFFSET` or `q_offsets`. Without it, nothing that needs positions may be given.
+  const struct regard_tensor *page_numbers;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -415,7 +431,8 @@ typedef struct regard_problem {
   int32_t key_dtype;
   // Type of values; 0 for the type of the queries.
   int32_t value_dtype;
-  // With `REGARD_KEY_LISTS`: entries of the longest list.
+  // With `REGARD_KEY_LISTS`: entries of the longest list; slots of all its blocks, with
+  // `REGARD_LISTS_OF_PAGES`.
   int64_t list_len;
   // With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
   int64_t key_stride;

@@ -4,7 +4,8 @@ use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
     Attention, DType, Error, Host, Inputs, KeyLayout, KeyLists, KeyOffset, KeyPositions, KvStorage,
-    MAX_KEY_STRIDE, Memory, Outputs, QueryOffset, QueryStorage, TensorMut, Values, Window,
+    ListEntries, MAX_KEY_STRIDE, Memory, Outputs, QueryOffset, QueryStorage, TensorMut, Values,
+    Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -484,6 +485,8 @@ const OF_PROBLEM: u32 = SHARED
     | REGARD_LSE
     | REGARD_KEY_LISTS
     | REGARD_LISTS_PER_HEAD
+    | REGARD_LISTS_OF_PAGES
+    | REGARD_PAGE_NUMBERS
     | REGARD_RAGGED_QUERIES
     | REGARD_RAGGED_KEYS;
 
@@ -537,6 +540,9 @@ pub unsafe fn operands<'a, M: Place>(
         indices_are_slots: options.has(REGARD_INDICES_ARE_SLOTS),
         prefix_groups: given(operands.prefix_groups),
         prefix_lens: given(operands.prefix_lens),
+        page_indices: given(operands.page_indices),
+        page_list_lens: given(operands.page_list_lens),
+        page_numbers: given(operands.page_numbers),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| {
@@ -650,21 +656,44 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
 fn key_lists(options: &Options, list_len: i64) -> Result<Option<KeyLists>, Failure> {
     let lists = (REGARD_KEY_LISTS, "REGARD_KEY_LISTS");
     let len = options.number("list_len", lists, list_len)?;
-    let (per_head, slots) =
-        (options.has(REGARD_LISTS_PER_HEAD), options.has(REGARD_INDICES_ARE_SLOTS));
+    let forms = [
+        (REGARD_LISTS_PER_HEAD, "REGARD_LISTS_PER_HEAD"),
+        (REGARD_INDICES_ARE_SLOTS, "REGARD_INDICES_ARE_SLOTS"),
+        (REGARD_LISTS_OF_PAGES, "REGARD_LISTS_OF_PAGES"),
+        (REGARD_PAGE_NUMBERS, "REGARD_PAGE_NUMBERS"),
+    ];
+    let [per_head, slots, pages, numbers] = forms.map(|(option, _)| options.has(option));
     let Some(len) = len else {
-        if per_head || slots {
-            let found = "REGARD_LISTS_PER_HEAD or REGARD_INDICES_ARE_SLOTS without lists";
-            return Err(bad("problem.options", found, "REGARD_KEY_LISTS too"));
-        }
-        return Ok(None);
+        return match forms.into_iter().find(|&(option, _)| options.has(option)) {
+            None => Ok(None),
+            Some((_, name)) => {
+                let found = format!("{name} without lists");
+                Err(bad("problem.options", found, "REGARD_KEY_LISTS too"))
+            }
+        };
     };
-    Ok(Some(KeyLists { len: count("list_len", len)?, per_head, slots }))
+    let entries = match (slots, pages, numbers) {
+        (false, false, false) => ListEntries::Keys,
+        (true, false, false) => ListEntries::Slots,
+        (false, true, false) => ListEntries::Pages,
+        (false, true, true) => ListEntries::NumberedPages,
+        (false, false, true) => {
+            let allowed = "REGARD_LISTS_OF_PAGES too";
+            return Err(bad("problem.options", "REGARD_PAGE_NUMBERS alone", allowed));
+        }
+        (true, ..) => {
+            let found = "REGARD_INDICES_ARE_SLOTS with lists of pages";
+            return Err(bad("problem.options", found, "one of the two"));
+        }
+    };
+    Ok(Some(KeyLists { len: count("list_len", len)?, per_head, entries }))
 }
 
 /// A problem of regard's, as C knows it.
 pub fn c_problem(problem: &regard::Problem) -> types::Problem {
     let variant = &problem.variant;
+    let entries = problem.key_lists.map(|lists| lists.entries);
+    let numbered = entries == Some(ListEntries::NumberedPages);
     let features = [
         (variant.causal, REGARD_CAUSAL),
         (variant.window.left.is_some(), REGARD_WINDOW_LEFT),
@@ -676,7 +705,9 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         (variant.tree, REGARD_TREE),
         (problem.key_lists.is_some(), REGARD_KEY_LISTS),
         (problem.key_lists.is_some_and(|lists| lists.per_head), REGARD_LISTS_PER_HEAD),
-        (problem.key_lists.is_some_and(|lists| lists.slots), REGARD_INDICES_ARE_SLOTS),
+        (entries == Some(ListEntries::Slots), REGARD_INDICES_ARE_SLOTS),
+        (entries == Some(ListEntries::Pages) || numbered, REGARD_LISTS_OF_PAGES),
+        (numbered, REGARD_PAGE_NUMBERS),
         (variant.key_positions.is_some(), REGARD_KEY_POSITIONS),
         (problem.lse, REGARD_LSE),
         (problem.batch_invariant, REGARD_BATCH_INVARIANT),

@@ -113,14 +113,18 @@ pub const REGARD_VALUES_KEY_PREFIX: u32 = 1 << 14;
 /// Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
 /// without a `block_table`. Nothing that needs positions or lengths may be given.
 pub const REGARD_INDICES_ARE_SLOTS: u32 = 1 << 16;
-/// Option of a problem: `key_indices` will be given; `list_len` counts.
+/// Option of a problem: `key_indices` or `page_indices` will be given; `list_len` counts.
 pub const REGARD_KEY_LISTS: u32 = 1 << 17;
 /// Option of a problem: there is a list per key/value head.
 pub const REGARD_LISTS_PER_HEAD: u32 = 1 << 18;
 /// Option: keys are at positions of their own, key j at offset + stride * j: a shard of sequences
 /// that are spread over devices. Needs `REGARD_Q_OFFSET` or `q_offsets`. Not together with
-/// `tree_mask` or `REGARD_INDICES_ARE_SLOTS`.
+/// `tree_mask`, `REGARD_INDICES_ARE_SLOTS` or `page_indices`.
 pub const REGARD_KEY_POSITIONS: u32 = 1 << 19;
+/// Option of a problem with `REGARD_KEY_LISTS`: `page_indices` will be given, not `key_indices`.
+pub const REGARD_LISTS_OF_PAGES: u32 = 1 << 20;
+/// Option of a problem with `REGARD_LISTS_OF_PAGES`: `page_numbers` will be given.
+pub const REGARD_PAGE_NUMBERS: u32 = 1 << 21;
 
 /// Option of a tensor: its field `strides` is used. A stride of 0 gives every index of that
 /// dimension the same elements, as `expand` of other libraries does. Without this option the tensor
@@ -263,6 +267,17 @@ pub struct Operands {
     /// `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
     /// Given together with `prefix_groups`.
     pub prefix_lens: *const Tensor,
+
+    /// `[Hkv or 1, B, n]` i32: the blocks of the pools `k` and `v` that the rows of each sequence
+    /// attend to, per key/value head or for all of them, instead of a `block_table`. Entries that
+    /// are no block are skipped.
+    pub page_indices: *const Tensor,
+    /// `[Hkv or 1, B]` i32: the keys of each list, which end within its last used block. Without
+    /// it, all slots of the `n` blocks.
+    pub page_list_lens: *const Tensor,
+    /// The shape of `page_indices`, i32: the number of each listed block in its sequence. Needs
+    /// `REGARD_Q_OFFSET` or `q_offsets`. Without it, nothing that needs positions may be given.
+    pub page_numbers: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -396,7 +411,8 @@ pub struct Problem {
     pub key_dtype: i32,
     /// Type of values; 0 for the type of the queries.
     pub value_dtype: i32,
-    /// With `REGARD_KEY_LISTS`: entries of the longest list.
+    /// With `REGARD_KEY_LISTS`: entries of the longest list; slots of all its blocks, with
+    /// `REGARD_LISTS_OF_PAGES`.
     pub list_len: i64,
     /// With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
     pub key_stride: i64,
@@ -453,7 +469,7 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 112);
-    assert!(size_of::<Operands>() == 232);
+    assert!(size_of::<Operands>() == 256);
     assert!(size_of::<Append>() == 104);
     assert!(size_of::<Problem>() == 152);
     assert!(size_of::<Device>() == 56);

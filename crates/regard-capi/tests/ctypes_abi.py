@@ -44,6 +44,7 @@ class Operands(ctypes.Structure):
         + [(name, POINTER(Tensor)) for name in ("k_scales", "v_scales", "key_indices", "key_counts", "key_offsets")]
         + [("key_offset", c_int64), ("key_stride", c_int64)]
         + [(name, POINTER(Tensor)) for name in ("prefix_groups", "prefix_lens")]
+        + [(name, POINTER(Tensor)) for name in ("page_indices", "page_list_lens", "page_numbers")]
     )
 
 

@@ -85,8 +85,7 @@ impl Case {
     /// # Errors
     /// If an option does not fit the arrays it is about, or an array has too many dimensions.
     pub fn inputs(&self) -> Result<Inputs<'_>, Error> {
-        let pool = self.attention.block_table.is_some() || self.attention.indices_are_slots;
-        if self.kv_layout == KvLayout::Hnd && !pool {
+        if self.kv_layout == KvLayout::Hnd && !self.has_pool() {
             return Err(Error::argument(
                 "kv_layout",
                 "\"hnd\" without a block_table",
@@ -163,13 +162,20 @@ impl Case {
         self.layout == Layout::Bhsd && self.attention.cu_seqlens_q.is_none() && rank == 4
     }
 
+    /// Whether `k` and `v` are pools of pages.
+    fn has_pool(&self) -> bool {
+        let attention = &self.attention;
+        attention.block_table.is_some()
+            || attention.indices_are_slots
+            || attention.page_indices.is_some()
+    }
+
     /// `k` or `v` (or their scales, which have a dimension less) in regard's order.
     fn key_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
-        let swap = match (&self.attention.block_table, &self.attention.cu_seqlens_k) {
-            _ if self.attention.indices_are_slots => self.kv_layout == KvLayout::Hnd,
-            (Some(_), _) => self.kv_layout == KvLayout::Hnd,
-            (None, Some(_)) => false,
-            (None, None) => self.layout == Layout::Bhsd,
+        let swap = match &self.attention.cu_seqlens_k {
+            _ if self.has_pool() => self.kv_layout == KvLayout::Hnd,
+            Some(_) => false,
+            None => self.layout == Layout::Bhsd,
         };
         match (swap, tensor.rank()) {
             (true, 4) => tensor.bhsd(),

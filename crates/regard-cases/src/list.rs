@@ -6,6 +6,7 @@
 mod caches;
 mod latent;
 mod numbers;
+mod page_lists;
 mod pairs;
 mod positions;
 mod prefill;
@@ -61,7 +62,7 @@ pub fn prefixes() -> impl Iterator<Item = Spec> {
 
 /// The cases whose rows attend to lists of keys.
 pub fn selection() -> impl Iterator<Item = Spec> {
-    selection::selection().into_iter().map(Spec::legal)
+    selection::selection().into_iter().chain(page_lists::page_lists()).map(Spec::legal)
 }
 
 /// The cases over caches of another type than queries.

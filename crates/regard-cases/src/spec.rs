@@ -9,12 +9,14 @@ use regard::{Attention, DType, QueryOffset, Values, Window};
 
 mod cache;
 mod outline;
+mod page_lists;
 mod positions;
 mod prefix;
 mod selection;
 
 use cache::Operand;
 pub use cache::{CacheSpec, Granularity, Scales};
+use page_lists::PageListTensors;
 pub use positions::KeyPositionsSpec;
 pub use prefix::PrefixSpec;
 pub use selection::{Entries, ListSpec};
@@ -367,6 +369,13 @@ impl Spec {
         if let Some((indices, counts)) = self.list_tensors(&table) {
             (case.attention.key_indices, case.attention.key_counts) = (Some(indices), counts);
         }
+        let blocks = key_place.shape[0];
+        if let Some(PageListTensors { indices, lens, numbers }) =
+            self.page_list_tensors(&table, blocks)
+        {
+            case.attention.page_indices = Some(indices);
+            (case.attention.page_list_lens, case.attention.page_numbers) = (lens, numbers);
+        }
         if let Some([groups, lens]) = self.prefix_tensors() {
             (case.attention.prefix_groups, case.attention.prefix_lens) = (Some(groups), Some(lens));
         }
@@ -412,7 +421,7 @@ impl Spec {
             attention.cu_seqlens_k =
                 Some(cumulative(self.sequences.iter().map(|sequence| sequence.kv_len + slack)));
         }
-        if matches!(self.keys, Keys::Paged { .. }) && !self.lists_slots() {
+        if matches!(self.keys, Keys::Paged { .. }) && !self.has_listed_pool() {
             let columns = table.first().map_or(1, Vec::len);
             let entries: Vec<i32> = table.iter().flatten().copied().collect();
             attention.block_table = Some(made(Array::new(entries, &[table.len(), columns])));
@@ -438,7 +447,7 @@ impl Spec {
     /// Whether lengths of keys have to be given.
     pub(crate) fn needs_lens(&self) -> bool {
         match self.keys {
-            Keys::Paged { .. } => !self.lists_slots(),
+            Keys::Paged { .. } => !self.has_listed_pool(),
             Keys::Ragged { slack } => slack > 0,
             Keys::Batched { slack } => {
                 slack > 0

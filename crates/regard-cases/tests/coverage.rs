@@ -103,9 +103,12 @@ fn general_modules_accept_everything() {
             // Caches of q8_0 and q4_0 blocks run in decode for any number of rows.
             Feature::Beside => name.contains("_q8_0_") || name.contains("_q4_0_"),
             // Modules for lists are others.
-            Feature::KeyLists | Feature::HeadLists | Feature::ListCounts | Feature::SlotLists => {
-                true
-            }
+            Feature::KeyLists
+            | Feature::HeadLists
+            | Feature::ListCounts
+            | Feature::SlotLists
+            | Feature::PageLists
+            | Feature::PageNumbers => true,
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,

@@ -81,17 +81,22 @@ fn groups_without_pages(groups: (&str, &str), other: (&str, &str)) -> bool {
     groups == ("prefix groups", "yes") && lacks
 }
 
+/// Slots and pages are of pools. Slots, and pages without numbers, have no positions; pages with
+/// numbers need those of queries.
 fn slots_with_positions(lists: (&str, &str), other: (&str, &str)) -> bool {
+    let numbered = lists.1.starts_with("numbered pages");
     let asks = match other.0 {
-        "alibi" | "causal" | "chunk" | "mask" | "tree" => other.1 != "no",
+        "alibi" | "causal" | "chunk" => !numbered && other.1 != "no",
+        "mask" | "tree" => other.1 != "no",
         "mask hides" | "mask broadcast" => other.1 != "no mask",
-        "offset" => other.1 != "bottom right",
+        "offset" => numbered == (other.1 == "bottom right"),
         "key positions" => other.1 != "none",
-        "window" => other.1 != "none",
+        "window" => !numbered && other.1 != "none",
         "storage" => !other.1.contains("pages"),
         _ => false,
     };
-    lists.0 == "lists" && lists.1.starts_with("slots") && asks
+    let of_pool = ["slots", "pages", "numbered pages"].iter().any(|kind| lists.1.starts_with(kind));
+    lists.0 == "lists" && of_pool && asks
 }
 
 #[test]

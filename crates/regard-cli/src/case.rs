@@ -359,7 +359,10 @@ impl Work {
             None => q.shape()[0],
         };
         let variant = attention.variant();
-        let listed = attention.key_indices.and_then(|lists| lists.shape().last().copied());
+        let last = |lists: Option<Tensor>| lists.and_then(|lists| lists.shape().last().copied());
+        // All rows of a sequence have one list of pages.
+        let in_pages = last(attention.page_indices).map(|pages| pages.saturating_mul(k.shape()[1]));
+        let listed = last(attention.key_indices).or(in_pages);
         let (mut pairs, mut keys, mut query_len) = (0u64, 0u64, 0);
         let mut scales = shared_scales(inputs);
         for index in 0..batch {
@@ -373,7 +376,10 @@ impl Work {
             let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.keys());
             // Rows of a sequence may list the same keys; no more than these are read.
             let read = listed.map_or(range.len(), |n| n.saturating_mul(sequence.q_len));
-            let range = range.start..range.start + read.min(range.len());
+            let range = match in_pages.filter(|_| sequence.q_len > 0) {
+                Some(n) => 0..n,
+                None => range.start..range.start + read.min(range.len()),
+            };
             keys = keys.saturating_add(range.len() as u64);
             scales = scales.saturating_add(own_scales(inputs, &range));
         }

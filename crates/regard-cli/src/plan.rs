@@ -5,7 +5,8 @@ use crate::models::{self, Layer, Model, PLANNED, Place, Workload};
 use crate::output::{REFUSED, Stop, error, print, print_json};
 use crate::{case, shape};
 use regard::{
-    Device, Error, KeyLayout, KvStorage, Machine, Plan, Problem, QueryStorage, Refusal, Values,
+    Device, Error, KeyLayout, KvStorage, ListEntries, Machine, Plan, Problem, QueryStorage,
+    Refusal, Values,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -234,7 +235,13 @@ fn problem_json(problem: &Problem) -> Value {
             KeyLayout::RoundRobin => "round-robin",
         }),
         "key_lists": problem.key_lists.map(|lists| {
-            json!({ "len": lists.len, "per_head": lists.per_head, "slots": lists.slots })
+            let entries = match lists.entries {
+                ListEntries::Keys => "keys",
+                ListEntries::Slots => "slots",
+                ListEntries::Pages => "pages",
+                _ => "numbered-pages",
+            };
+            json!({ "len": lists.len, "per_head": lists.per_head, "entries": entries })
         }),
         "prefix_groups": problem.prefix_groups,
         "lse": problem.lse,

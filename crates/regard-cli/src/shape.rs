@@ -1,13 +1,13 @@
 //! A problem's shape in one line of text, as `regard plan --shape` takes it.
 
 use regard::{
-    CACHE_DTYPES, DType, Error, KeyLayout, KeyLists, KvStorage, Problem, QueryStorage, Values,
-    Variant, Window,
+    CACHE_DTYPES, DType, Error, KeyLayout, KeyLists, KvStorage, ListEntries, Problem, QueryStorage,
+    Values, Variant, Window,
 };
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 32] = [
+const KEYS: [(&str, &str); 34] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -35,6 +35,8 @@ const KEYS: [(&str, &str); 32] = [
     ("list", "entries in each row's list of the keys that it attends to"),
     ("list-heads", "a list per row and key/value head"),
     ("slots", "lists hold physical slots of the pool"),
+    ("list-pages", "lists hold pages of the pool, for the rows of a sequence"),
+    ("list-numbers", "lists hold pages with their numbers in the sequence"),
     ("groups", "prefix groups, at most: sequences that share their first pages"),
     ("shared", "keys that the sequences of each group share (half of them, in whole pages)"),
     ("ragged", "sequences one after the other"),
@@ -49,7 +51,7 @@ pub fn help() -> String {
          \"b=1 hq=32 hkv=8 d=128 lq=1 lk=4096 dtype=bf16 causal window=512,0 page=16\"\n\n",
     );
     for (key, meaning) in KEYS {
-        text.push_str(&format!("  {key:<10} {meaning}\n"));
+        text.push_str(&format!("  {key:<12} {meaning}\n"));
     }
     text
 }
@@ -252,11 +254,27 @@ impl<'a> Words<'a> {
     }
 
     fn key_lists(&self) -> Result<Option<KeyLists>, Error> {
-        let (per_head, slots) = (self.flag("list-heads")?, self.flag("slots")?);
+        let per_head = self.flag("list-heads")?;
+        let mut entries = ListEntries::Keys;
+        for (word, listed) in [
+            ("slots", ListEntries::Slots),
+            ("list-pages", ListEntries::Pages),
+            ("list-numbers", ListEntries::NumberedPages),
+        ] {
+            if self.flag(word)? {
+                if self.get("list").is_none() {
+                    return Err(Error::argument(word, "given", "with list=N"));
+                }
+                if entries != ListEntries::Keys {
+                    let allowed = "one of slots, list-pages and list-numbers";
+                    return Err(Error::argument(word, "given with another", allowed));
+                }
+                entries = listed;
+            }
+        }
         match self.number("list")? {
-            Some(len) => Ok(Some(KeyLists { len, per_head, slots })),
+            Some(len) => Ok(Some(KeyLists { len, per_head, entries })),
             None if per_head => Err(Error::argument("list-heads", "given", "with list=N")),
-            None if slots => Err(Error::argument("slots", "given", "with list=N")),
             None => Ok(None),
         }
     }
@@ -319,7 +337,7 @@ mod tests {
                 tree: false,
                 key_positions: Some(KeyLayout::RoundRobin),
             },
-            key_lists: Some(KeyLists { len: 64, per_head: true, slots: false }),
+            key_lists: Some(KeyLists { len: 64, per_head: true, entries: ListEntries::Keys }),
             prefix_groups: 0,
             lse: true,
             batch_invariant: true,
@@ -392,6 +410,14 @@ mod tests {
                 "`scale` is given with keys of q8_0 and values of q8_0; allowed: with kv=e4m3",
             ),
             ("hq=4 d=64 lq=7 slots", "`slots` is given; allowed: with list=N"),
+            ("hq=4 d=64 lq=7 list-pages", "`list-pages` is given; allowed: with list=N"),
+            (
+                "hq=4 d=64 lq=7 page=16 list=8 slots list-pages",
+                "`list-pages` is given with another; allowed: one of slots",
+            ),
+            ("hq=4 d=64 lq=7 page=16 list=8 list-pages causal", "`causal` is given; allowed:"),
+            ("hq=4 d=64 lq=7 page=16 list=8 list-numbers tree", "`tree_mask` is given; allowed:"),
+            ("hq=4 d=64 lq=7 list=8 list-numbers", "`keys` is Batched; allowed: a pool of pages"),
             ("hq=4 d=64 lq=7 page=16 list=8 slots causal", "`causal` is given; allowed: nothing"),
             ("hq=4 d=64 lq=7 mask", "`mask` is without a value; allowed: bool, f32, f16, bf16"),
             ("hq=4 d=64 lq=7 window=3", "`window` is \"3\"; allowed: LEFT,RIGHT"),

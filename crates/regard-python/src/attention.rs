@@ -107,6 +107,12 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// key_indices: i32 `[rows, Hkv or 1, n]`: the keys that each row of q attends to, by position;
 ///     entries that are negative or not below the sequence's length are skipped.
 /// key_counts: i32 `[rows, Hkv or 1]`: the entries of each list that are used; all if None.
+/// page_indices: i32 `[Hkv or 1, B, n]`: the blocks of pools k and v that the rows of each sequence
+///     attend to, per key/value head or for all of them, in place of `block_table`; entries that
+///     are no block are skipped.
+/// page_list_lens: i32 `[Hkv or 1, B]`: the keys of each list of pages; all slots if None.
+/// page_numbers: i32, the shape of page_indices: the number of each listed block in its sequence;
+///     needs `q_offset`. Without it nothing that needs positions may be given.
 /// prefix_groups: i32 `[B]`: the prefix group of each sequence, -1 for none. Sequences of a group
 ///     share their first keys (the first entries of their rows of `block_table` are equal), which
 ///     may then be read once for all of them.
@@ -137,6 +143,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
+        page_indices=None, page_list_lens=None, page_numbers=None, \
         prefix_groups=None, prefix_lens=None, indices_are_slots=False, \
         kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \

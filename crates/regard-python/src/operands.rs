@@ -139,6 +139,9 @@ fn tensor<'a>(
         "v_scales" => ("v_scales", &mut attention.v_scales),
         "key_indices" => ("key_indices", &mut attention.key_indices),
         "key_counts" => ("key_counts", &mut attention.key_counts),
+        "page_indices" => ("page_indices", &mut attention.page_indices),
+        "page_list_lens" => ("page_list_lens", &mut attention.page_list_lens),
+        "page_numbers" => ("page_numbers", &mut attention.page_numbers),
         "prefix_groups" => ("prefix_groups", &mut attention.prefix_groups),
         "prefix_lens" => ("prefix_lens", &mut attention.prefix_lens),
         _ => return None,
@@ -339,7 +342,9 @@ impl<'py> Call<'py> {
         if let (Some(v), Some(format)) = (&mut self.v, v_format) {
             v.stored_as(format)?;
         }
-        let paged = self.attention.block_table.is_some() || self.attention.indices_are_slots;
+        let paged = self.attention.block_table.is_some()
+            || self.attention.indices_are_slots
+            || self.attention.page_indices.is_some();
         if self.choices.heads_first {
             if self.attention.cu_seqlens_q.is_none() {
                 self.q.swap_heads(4, "bhsd")?;

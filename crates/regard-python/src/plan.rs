@@ -195,6 +195,7 @@ impl Plan {
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
+        page_indices=None, page_list_lens=None, page_numbers=None, \
         prefix_groups=None, prefix_lens=None, indices_are_slots=False, \
         kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
@@ -227,7 +228,8 @@ impl Plan {
         mask=None, \
         alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
         cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
-        key_indices=None, key_counts=None, prefix_groups=None, prefix_lens=None, \
+        key_indices=None, key_counts=None, page_indices=None, page_list_lens=None, \
+        page_numbers=None, prefix_groups=None, prefix_lens=None, \
         stream=None)"
     )]
     fn run(

@@ -80,6 +80,21 @@ def test_physical_slots(normal):
         regard.attention(q, k, v, key_indices=slots, indices_are_slots=True, causal=True)
 
 
+def test_lists_of_pages(normal):
+    q, k, v = normal(1, 2, HEADS, DIM), normal(6, 4, KV_HEADS, DIM), normal(6, 4, KV_HEADS, DIM)
+    table, lens = np.array([[4, 1, 3]], np.int32), np.array([10], np.int32)
+    pages, page_lens = np.repeat(table[None], KV_HEADS, 0), np.full((KV_HEADS, 1), 10, np.int32)
+    lists = {"page_indices": pages, "page_list_lens": page_lens}
+    want = regard.attention(q, k, v, block_table=table, kv_lens=lens)
+    np.testing.assert_allclose(regard.attention(q, k, v, **lists), want, rtol=1e-6, atol=1e-6)
+    numbers = np.repeat(np.arange(3, dtype=np.int32)[None, None], KV_HEADS, 0)
+    want = regard.attention(q, k, v, block_table=table, kv_lens=lens, causal=True)
+    found = regard.attention(q, k, v, **lists, page_numbers=numbers, q_offset=8, causal=True)
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(regard.ArgumentError, match="causal"):
+        regard.attention(q, k, v, **lists, causal=True)
+
+
 def test_lengths_of_64_bits_and_lists(normal):
     q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
     want = regard.attention(q, k, v, kv_lens=np.array([9, 12], np.int32), causal=True)

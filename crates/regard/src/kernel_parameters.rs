@@ -122,6 +122,12 @@ pub(crate) fn list_strides(lists: &Dims) -> TokenStrides {
     TokenStrides { token: lists.strides()[0], head: broadcast_stride(lists, 1) }
 }
 
+/// Strides of lists of pages, of their lengths or of their numbers, likewise: from one sequence to
+/// the next in place of rows.
+pub(crate) fn page_list_strides(lists: &Dims) -> TokenStrides {
+    TokenStrides { token: lists.strides()[1], head: broadcast_stride(lists, 0) }
+}
+
 /// Strides of a mask: a dimension of 1 stands for every index.
 pub(crate) fn mask_strides(mask: &Dims) -> MaskStrides {
     let stride = |i| broadcast_stride(mask, i);

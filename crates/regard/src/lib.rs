@@ -64,8 +64,8 @@ pub use merge::Merge;
 pub use plan::Plan;
 pub use positions::{KeyLayout, KeyOffset, KeyPositions, MAX_KEY_STRIDE, SequenceKeys, Shard};
 pub use problem::{
-    CACHE_DTYPES, Inputs, KeyLists, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem,
-    QueryStorage, Sequence,
+    CACHE_DTYPES, Inputs, KeyLists, KvStorage, ListEntries, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN,
+    Outputs, Problem, QueryStorage, Sequence,
 };
 pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split};

@@ -15,7 +15,7 @@ pub use tolerance::{Agreement, Judge, Mismatch};
 
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::problem::{Inputs, Sequence};
+use crate::problem::{Inputs, KeyList, Sequence};
 use crate::tensor::Tensor;
 use cache::{Cache, LANES, Slots, Stored};
 use half::{bf16, f16};
@@ -437,8 +437,11 @@ impl<'a> RowOperands<'a> {
         self.row.query as i64 + self.sequence.q_offset
     }
 
-    /// r(j): a key's position.
+    /// r(j): a key's position. Keys of page lists are numbered by their entry.
     fn key_position(&self, key: usize) -> i64 {
+        if let Some(KeyList::Pages(pages)) = self.list() {
+            return pages.key(key).map_or(0, |listed| i64::from(listed.key));
+        }
         self.sequence.key_offset + self.sequence.key_stride as i64 * key as i64
     }
 
@@ -469,13 +472,21 @@ impl<'a> RowOperands<'a> {
     /// order of the list.
     fn candidates(&self) -> Vec<usize> {
         let kv_len = self.sequence.kv_len;
-        match self.inputs.key_list(&self.sequence, self.row.query, self.key_head) {
+        match self.list() {
             None => (0..kv_len).collect(),
-            Some(list) => {
+            Some(KeyList::Pages(pages)) => {
+                (0..pages.len).filter(|&entry| pages.key(entry).is_some()).collect()
+            }
+            Some(KeyList::Keys(list)) => {
                 let index = list.iter().filter_map(|&entry| usize::try_from(entry).ok());
                 index.filter(|&key| key < kv_len && self.is_mapped(key)).collect()
             }
         }
+    }
+
+    /// The row's list, if it has one.
+    fn list(&self) -> Option<KeyList<'a>> {
+        self.inputs.key_list(&self.sequence, self.row.query, self.key_head)
     }
 
     /// Whether a listed key's page is in the pool.
@@ -521,7 +532,13 @@ impl<'a> RowOperands<'a> {
             None if attention.indices_are_slots => {
                 [key / stored.shape()[1], key % stored.shape()[1], self.key_head]
             }
-            None => [self.row.sequence, key, self.key_head],
+            None => match self.list() {
+                Some(KeyList::Pages(pages)) => {
+                    let listed = pages.key(key).expect("a candidate is not skipped");
+                    [listed.block as usize, listed.slot as usize, self.key_head]
+                }
+                _ => [self.row.sequence, key, self.key_head],
+            },
         };
         let mut place = &mut place[..];
         if attention.cu_seqlens_k.is_some() {

@@ -404,13 +404,15 @@ parameters! {
         /// Unused, so that no compiler pads.
         unused: i32,
     }
-    /// Lists of the keys that rows attend to.
+    /// Lists of the keys that rows attend to, or of the pages that sequences do.
     ListParameters {
-        /// Entries, i32 [rows, Hkv or 1, len].
+        /// Entries, i32 [rows, Hkv or 1, len]; pages, i32 [Hkv or 1, sequences, len / block_size].
         indices: u64,
-        /// Entries of each list that are used, i32 [rows, Hkv or 1]; 0 if all are.
+        /// Entries of each list that are used, i32 [rows, Hkv or 1] or [Hkv or 1, sequences]; 0 if
+        /// all are.
         counts: u64,
-        /// Lists; no stride of heads where all share a list.
+        /// Lists, from row to row or from sequence to sequence; no stride of heads where all share
+        /// a list.
         index_strides: TokenStrides,
         /// Counts, likewise.
         count_strides: TokenStrides,
@@ -420,8 +422,13 @@ parameters! {
         are_slots: i32,
         /// Sequences: `batch` of the call counts rows.
         sequences: i32,
-        /// Unused, so that no compiler pads.
-        unused: i32,
+        /// Whether lists are of pages: an entry is a slot of one of them.
+        are_pages: i32,
+        /// The number of each listed page in its sequence, i32, as `indices`; 0 if pages have no
+        /// positions.
+        numbers: u64,
+        /// Numbers, likewise.
+        number_strides: TokenStrides,
     }
     /// An attention call whose rows have lists of keys.
     ListedParameters {

@@ -6,10 +6,15 @@
 mod contents;
 mod describe;
 mod key_shape;
+mod lists;
+mod page_lists;
 mod prefix;
 mod selection;
 mod shapes;
 mod values;
+
+pub(crate) use page_lists::{ListedKey, PageList};
+pub(crate) use selection::KeyList;
 
 use crate::dtype::DType;
 use crate::error::Error;
@@ -83,12 +88,27 @@ pub enum KvStorage {
 /// The properties of key lists that plans depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KeyLists {
-    /// Entries of the longest list.
+    /// Entries of the longest list; of lists of pages, the slots of all pages.
     pub len: usize,
     /// Whether there is a list per key/value head.
     pub per_head: bool,
-    /// Whether entries are physical slots of the pool; else they are positions.
-    pub slots: bool,
+    /// What the lists list.
+    pub entries: ListEntries,
+}
+
+/// What lists of keys list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
+pub enum ListEntries {
+    /// Keys of the row's sequence, by position. There is a list per row.
+    #[default]
+    Keys,
+    /// Physical slots of the pool, without positions. There is a list per row.
+    Slots,
+    /// Pages of the pool, without positions. There is a list per sequence.
+    Pages,
+    /// Pages of the pool with their numbers in the sequence. There is a list per sequence.
+    NumberedPages,
 }
 
 /// The shape of an attention call: all that choosing a kernel and planning it depends on, and no
@@ -110,7 +130,7 @@ pub struct Problem {
     pub value_dim: usize,
     /// The longest query of any sequence.
     pub query_len: usize,
-    /// Maximum keys of a sequence; with physical slots, the longest list.
+    /// Maximum keys of a sequence; with physical slots and pages, the longest list.
     pub kv_len: usize,
     /// How queries (and outputs) are stored.
     pub queries: QueryStorage,
@@ -145,7 +165,7 @@ pub struct Inputs<'a, M: Memory = Host> {
     /// `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
     pub q: Tensor<'a, M>,
     /// `[B, Lk, Hkv, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size,
-    /// Hkv, Dk]` with `block_table`.
+    /// Hkv, Dk]` with `block_table`, `page_indices` or `indices_are_slots`.
     pub k: Tensor<'a, M>,
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
@@ -174,7 +194,8 @@ pub struct Sequence {
     pub q_len: usize,
     /// Its first key: in its own batch entry or block table row (0), or in the ragged tensor.
     pub kv_start: usize,
-    /// Its keys; the slots of the pool, where lists hold physical slots.
+    /// Its keys; the slots of the pool, where lists hold physical slots, and of a list, where those
+    /// hold pages.
     pub kv_len: usize,
     /// The position of its first query row.
     pub q_offset: i64,
@@ -400,7 +421,8 @@ impl Problem {
         same("batch_invariant", &self.batch_invariant, &other.batch_invariant)?;
         given("lse", self.lse, other.lse)?;
         if let Some((planned, found)) = self.covers_lists(other)? {
-            at_most("key_indices", planned, found)?;
+            let lists = self.key_lists.expect("covered: both have lists");
+            at_most(lists.argument(), planned, found)?;
         }
         given("prefix_groups", self.prefix_groups > 0, other.prefix_groups > 0)?;
         at_most("prefix_lens", self.prefix_groups, other.prefix_groups)?;
@@ -498,6 +520,7 @@ impl<'a> Inputs<'a> {
             (Some(cumulative), _) => span(ints(cumulative), index),
             (None, Some(table)) => (0, table.shape()[1].saturating_mul(self.k.shape()[1])),
             (None, None) if self.attention.indices_are_slots => (0, self.pool_slots()),
+            (None, None) if self.attention.page_indices.is_some() => (0, self.page_slots()),
             (None, None) => (0, self.k.shape()[1]),
         };
         let kv_len =
@@ -517,7 +540,7 @@ impl<'a> Inputs<'a> {
         Sequence { index, q_start, q_len, kv_start, kv_len, q_offset, key_offset, key_stride }
     }
 
-    /// Row `sequence` of the block table, if keys are paged.
+    /// Row `sequence` of the block table, if there is one.
     pub(crate) fn block_row(&self, sequence: usize) -> Option<&'a [i32]> {
         let table = self.attention.block_table?;
         let row = table.select(0, sequence).expect("checked: one row per sequence");

@@ -96,7 +96,7 @@ pub struct Attention<T> {
     pub q_offset: QueryOffset<T>,
     /// Where keys are, if key j is not at position j: a shard of the keys of a sequence. Needs
     /// `q_offset`. Masks, `kv_lens` and `key_indices` count keys of the call, not positions. Not
-    /// given together with `tree_mask` or `indices_are_slots`.
+    /// given together with `tree_mask`, `indices_are_slots` or `page_indices`.
     pub key_positions: Option<KeyPositions<T>>,
     /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to
     /// the score in natural units, without conversion to a narrower type; minus infinity hides a
@@ -142,6 +142,18 @@ pub struct Attention<T> {
     /// `[blocks, block_size, Hkv, D]` that `k` and `v` are, without a `block_table`. They have no
     /// position, so nothing that depends on positions or lengths may be given.
     pub indices_are_slots: bool,
+    /// `[Hkv, B, n]` or `[1, B, n]`, `i32`: the pages that the rows of each sequence attend to, per
+    /// key/value head or for all of them, instead of a `block_table`. An entry is a block of the
+    /// pool `[blocks, block_size, Hkv, D]` that `k` and `v` are; entries that are no block are
+    /// skipped. Without `page_numbers`, nothing that depends on positions may be given.
+    pub page_indices: Option<T>,
+    /// The shape of `page_indices` without its last dimension, `i32`: the keys of each page list,
+    /// which end within its last used page. `None` is all `n * block_size`.
+    pub page_list_lens: Option<T>,
+    /// The shape of `page_indices`, `i32`: the number of each listed page in its sequence, so that
+    /// slot `s` of it is at position `number * block_size + s`. Pages of a negative number, and
+    /// positions from 2^31 - 1 on, are skipped. Needs `q_offset`.
+    pub page_numbers: Option<T>,
     /// `[B]` `i32`: the prefix group of each sequence, below `G`, or -1 for none. Sequences of a
     /// group share their first keys: the block-table entries that hold them are the same. Groups
     /// change no result within the tolerance: they let a backend read a shared prefix once for all
@@ -156,7 +168,7 @@ pub struct Attention<T> {
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 16;
+const MAX_TENSORS: usize = 19;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -194,6 +206,9 @@ impl<T> Attention<T> {
             key_indices: tensor("key_indices"),
             key_counts: tensor("key_counts"),
             indices_are_slots: false,
+            page_indices: tensor("page_indices"),
+            page_list_lens: tensor("page_list_lens"),
+            page_numbers: tensor("page_numbers"),
             prefix_groups: tensor("prefix_groups"),
             prefix_lens: tensor("prefix_lens"),
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
@@ -225,6 +240,9 @@ impl<T> Attention<T> {
             key_indices: self.key_indices.as_ref(),
             key_counts: self.key_counts.as_ref(),
             indices_are_slots: self.indices_are_slots,
+            page_indices: self.page_indices.as_ref(),
+            page_list_lens: self.page_list_lens.as_ref(),
+            page_numbers: self.page_numbers.as_ref(),
             prefix_groups: self.prefix_groups.as_ref(),
             prefix_lens: self.prefix_lens.as_ref(),
             q_offset: match &self.q_offset {
@@ -268,6 +286,9 @@ impl<T> Attention<T> {
             key_indices: each("key_indices", self.key_indices)?,
             key_counts: each("key_counts", self.key_counts)?,
             indices_are_slots: self.indices_are_slots,
+            page_indices: each("page_indices", self.page_indices)?,
+            page_list_lens: each("page_list_lens", self.page_list_lens)?,
+            page_numbers: each("page_numbers", self.page_numbers)?,
             prefix_groups: each("prefix_groups", self.prefix_groups)?,
             prefix_lens: each("prefix_lens", self.prefix_lens)?,
             q_offset: match self.q_offset {

@@ -3,7 +3,8 @@
 mod support;
 
 use regard::{
-    Attention, DType, Error, KeyLists, KeyOffset, KeyPositions, Machine, Plan, Problem, QueryOffset,
+    Attention, DType, Error, KeyLists, KeyOffset, KeyPositions, ListEntries, Machine, Plan,
+    Problem, QueryOffset,
 };
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
@@ -194,7 +195,7 @@ fn bad_lists_are_errors_that_name_the_argument() {
 
 #[test]
 fn physical_slots_take_nothing_that_needs_positions() {
-    let lists = ListSpec { slots: true, ..ListSpec::new(5, Entries::Any) };
+    let lists = ListSpec { of: ListEntries::Slots, ..ListSpec::new(5, Entries::Any) };
     let keys = Keys::Paged { block_size: 4, interleaved: false };
     let spec = Spec { keys, ..Spec::new("slots").lengths(&[(1, 20), (1, 9)]) };
     let base = spec.lists(lists).legal().generate();
@@ -267,7 +268,7 @@ fn a_plan_takes_no_lists_but_those_it_is_for() {
 #[test]
 fn gpus_plan_lists_of_any_length() {
     for len in [0, 1, 2048, 100_000] {
-        let key_lists = Some(KeyLists { len, per_head: false, slots: false });
+        let key_lists = Some(KeyLists { len, per_head: false, entries: ListEntries::Keys });
         let problem = Problem { kv_len: 65536, key_lists, ..Problem::new(DType::BF16, 128) };
         for name in ["h200", "a100", "m3-max"] {
             let plan = Plan::new(&problem, &name.parse::<Machine>().unwrap()).unwrap();

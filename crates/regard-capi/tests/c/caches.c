@@ -270,11 +270,53 @@ static void lists_of_keys(void) {
     EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "allowed: REGARD_KEY_LISTS too");
 }
 
+/* A list of all pages gives what a block table does. */
+static void lists_of_pages(void) {
+    enum { D = 32, BLOCKS = 4, SLOTS = 4, PAGES = 3, ROWS = BLOCKS * SLOTS * KV_HEADS };
+    static float queries[2 * QUERY_HEADS * D], keys[ROWS * D], values[ROWS * D], results[2][2 * QUERY_HEADS * D];
+    int32_t blocks[KV_HEADS * PAGES], numbers[KV_HEADS * PAGES], lengths[KV_HEADS];
+    unsigned state = 6;
+    for (int i = 0; i < 2 * QUERY_HEADS * D; i++) queries[i] = noise(&state);
+    for (int i = 0; i < ROWS * D; i++) keys[i] = noise(&state), values[i] = noise(&state);
+    for (int i = 0; i < KV_HEADS * PAGES; i++) blocks[i] = BLOCKS - 1 - i % PAGES, numbers[i] = i % PAGES;
+    for (int i = 0; i < KV_HEADS; i++) lengths[i] = 10;
+    regard_tensor q = tensor(queries, REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+    regard_tensor k = tensor(keys, REGARD_DTYPE_F32, 4, BLOCKS, SLOTS, KV_HEADS, D);
+    regard_tensor v = tensor(values, REGARD_DTYPE_F32, 4, BLOCKS, SLOTS, KV_HEADS, D);
+    regard_tensor table = tensor(blocks, REGARD_DTYPE_I32, 2, 1, PAGES, 0, 0), length = tensor(lengths, REGARD_DTYPE_I32, 1, 1, 0, 0, 0);
+    regard_tensor lists = tensor(blocks, REGARD_DTYPE_I32, 3, KV_HEADS, 1, PAGES, 0), numbered = tensor(numbers, REGARD_DTYPE_I32, 3, KV_HEADS, 1, PAGES, 0);
+    regard_tensor list_lengths = tensor(lengths, REGARD_DTYPE_I32, 2, KV_HEADS, 1, 0, 0);
+    const unsigned given = REGARD_KEY_LISTS | REGARD_LISTS_PER_HEAD | REGARD_LISTS_OF_PAGES | REGARD_PAGE_NUMBERS;
+    regard_operands operands;
+    regard_problem problem;
+    for (int i = 0; i < 2; i++) {
+        memset(&operands, 0, sizeof operands);
+        operands.size = sizeof operands;
+        regard_tensor out = tensor(results[i], REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+        operands.q = &q, operands.k = &k, operands.v = &v, operands.out = &out;
+        operands.options = REGARD_CAUSAL | REGARD_Q_OFFSET, operands.q_offset = 8;
+        if (i == 0) operands.block_table = &table, operands.kv_lens = &length;
+        else operands.page_indices = &lists, operands.page_list_lens = &list_lengths, operands.page_numbers = &numbered;
+        if (!plan_and_run(&operands, &problem)) return;
+        EXPECT(problem.list_len == (i ? PAGES * SLOTS : 0) && problem.options == (REGARD_CAUSAL | (i ? given : 0u)));
+    }
+    for (int i = 0; i < 2 * QUERY_HEADS * D; i++) EXPECT(fabsf(results[0][i] - results[1][i]) < 1e-5f);
+
+    regard_tensor out = tensor(results[0], REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+    operands.out = &out, operands.page_numbers = NULL;
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`causal` is given; allowed: nothing that needs positions");
+    problem.options = REGARD_KEY_LISTS | REGARD_PAGE_NUMBERS;
+    EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "allowed: REGARD_LISTS_OF_PAGES too");
+    problem.options = REGARD_KEY_LISTS | REGARD_LISTS_OF_PAGES | REGARD_INDICES_ARE_SLOTS;
+    EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "allowed: one of the two");
+}
+
 int main(void) {
     if (regard_abi_version() != REGARD_ABI_VERSION) return 1;
     caches_in_8_bits();
     quantizing_appends();
     lists_of_keys();
+    lists_of_pages();
     if (failures > 0) return 1;
     printf("all as expected\n");
     return 0;

@@ -112,6 +112,9 @@ pub fn with_operands<R>(
         key_stride: attention.key_positions.map_or(0, |positions| positions.stride as i64),
         prefix_groups: pointer(tensors.prefix_groups.as_ref()),
         prefix_lens: pointer(tensors.prefix_lens.as_ref()),
+        page_indices: pointer(tensors.page_indices.as_ref()),
+        page_list_lens: pointer(tensors.page_list_lens.as_ref()),
+        page_numbers: pointer(tensors.page_numbers.as_ref()),
     };
     work(&operands)
 }

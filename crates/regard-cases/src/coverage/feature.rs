@@ -5,7 +5,7 @@ use crate::spec::{
     CacheSpec, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec, MaxLens,
     OffsetSpec, Scales, Spec,
 };
-use regard::{DType, Values};
+use regard::{DType, ListEntries, Values};
 use std::fmt;
 use std::ops::Range;
 
@@ -68,6 +68,8 @@ features! {
     HeadLists "lists-per-head" "A list of keys per row and key/value head.";
     ListCounts "list-counts" "Lists of keys whose entries in use are counted.";
     SlotLists "lists-slots" "Lists of physical slots.";
+    PageLists "lists-pages" "Lists of pages.";
+    PageNumbers "lists-page-numbers" "Lists of pages with their numbers in the sequence.";
     HeadMajor "bhsd" "Heads before tokens in memory.";
     Gaps "gaps" "Gaps between rows that keep them at multiples of 16 bytes.";
     Unaligned "unaligned" "Rows that do not start at multiples of 16 bytes.";
@@ -224,7 +226,9 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         KeyLists => spec.lists.is_some(),
         HeadLists => spec.lists.is_some_and(|lists| lists.per_head) && spec.kv_heads > 1,
         ListCounts => spec.lists.is_some_and(|lists| lists.counts),
-        SlotLists => spec.lists.is_some_and(|lists| lists.slots),
+        SlotLists => spec.lists_slots(),
+        PageLists => spec.lists_pages(),
+        PageNumbers => spec.has_page_numbers(),
         HeadMajor => head_major,
         Gaps => spec.padding > 0 && aligned,
         Unaligned => !aligned,
@@ -304,7 +308,9 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
         CodeCache | BlockCache | FloatCache | KeyPrefix => add_cache(feature, &mut spec),
-        KeyLists | HeadLists | ListCounts | SlotLists => add_to_lists(feature, &mut spec),
+        KeyLists | HeadLists | ListCounts | SlotLists | PageLists | PageNumbers => {
+            add_to_lists(feature, &mut spec)
+        }
         HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
         OutF32 => {
             spec.out_dtype = DType::F32;
@@ -522,7 +528,18 @@ fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
         Feature::HeadLists => lists.per_head = true,
         Feature::ListCounts => lists.counts = true,
         Feature::SlotLists => {
-            lists.slots = true;
+            lists.of = ListEntries::Slots;
+            return paged;
+        }
+        Feature::PageLists if lists.of == ListEntries::NumberedPages => {}
+        Feature::PageLists => {
+            lists.of = ListEntries::Pages;
+            return paged;
+        }
+        Feature::PageNumbers => {
+            lists.of = ListEntries::NumberedPages;
+            // Positions of queries are needed: those of the default.
+            spec.legal_lists();
             return paged;
         }
         _ => unreachable!("{feature:?} is not of lists"),

@@ -356,10 +356,12 @@ fn with_needed(added: Features, wanted: Features) -> Features {
     use Feature::*;
     let any = |of: &[Feature]| of.iter().any(|&feature| wanted.has(feature));
     let mut added = added;
-    if any(&[HeadMajorPages, OnePool, SlotLists]) && !any(&[PagesLarge, PagesSmall, PagesOdd]) {
+    if any(&[HeadMajorPages, OnePool, SlotLists, PageLists, PageNumbers])
+        && !any(&[PagesLarge, PagesSmall, PagesOdd])
+    {
         added = added.with(PagesSmall);
     }
-    if any(&[HeadLists, ListCounts, SlotLists]) {
+    if any(&[HeadLists, ListCounts, SlotLists, PageLists, PageNumbers]) {
         added = added.with(KeyLists);
     }
     if any(&[MaskBroadcast]) && !any(&[MaskBool, MaskF32, MaskF16, MaskBf16]) {

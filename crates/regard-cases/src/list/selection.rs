@@ -6,7 +6,7 @@ use crate::contents::Sinks;
 use crate::spec::{
     CacheSpec, Entries, Granularity, Hide, Keys, ListSpec, MaskSpec, OffsetSpec, Scales, Spec,
 };
-use regard::DType;
+use regard::{DType, ListEntries};
 
 const ENTRIES: [Entries; 3] = [Entries::Any, Entries::Sorted, Entries::All];
 const STORAGE: [Keys; 5] = [
@@ -246,7 +246,7 @@ fn slots() -> Vec<Spec> {
                         .dims(64, 64)
                         .dtype(dtype)
                         .lists(ListSpec {
-                            slots: true,
+                            of: ListEntries::Slots,
                             per_head: j == 0,
                             counts: k == 0,
                             ..ListSpec::new(133, entries)

@@ -47,7 +47,7 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     }
     let block_size = noise.pick(&[1, 7, 16, 64, 100]);
     let keys = Keys::Paged { block_size, interleaved: noise.one_in(2) };
-    let keys = if has_page_scales(spec) { spec.keys } else { keys };
+    let keys = if has_fixed_pages(spec) { spec.keys } else { keys };
     let kv_layout = noise.pick(&[KvLayout::Nhd, KvLayout::Hnd]);
     let pages = Spec { keys, kv_layout, page_seed: noise.bits(), ..spec.clone() };
     all.push(named(pages.legal(), "pages"));
@@ -70,10 +70,10 @@ fn has_one_shared_scale(spec: &Spec) -> bool {
     scaled && spec.cache.granularity == Granularity::Token && slots <= 1
 }
 
-/// Whether codes are other ones in pages of another size.
-fn has_page_scales(spec: &Spec) -> bool {
+/// Whether codes, or the keys of lists of pages, are other ones in pages of another size.
+fn has_fixed_pages(spec: &Spec) -> bool {
     let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
-    scaled && spec.cache.granularity == Granularity::Page
+    scaled && spec.cache.granularity == Granularity::Page || spec.lists_pages()
 }
 
 /// Whether sequences keep their masks by themselves. A description makes masks by position; where
@@ -171,8 +171,8 @@ fn among(spec: &Spec) -> Spec {
         KeyPositionsSpec { offsets, stride }
     });
     let layout = if spec.layout == Layout::Bshd { Layout::Bhsd } else { Layout::Bshd };
-    // Rows of physical slots have no positions.
-    let offset = match spec.lists_slots() {
+    // Physical slots, and pages without numbers, have no positions.
+    let offset = match spec.has_listed_pool() && !spec.has_page_numbers() {
         true => OffsetSpec::BottomRight,
         false => OffsetSpec::PerSequence(offsets),
     };
@@ -197,7 +197,7 @@ fn stored_otherwise(noise: &mut Noise, spec: Spec) -> Spec {
     ];
     let keys = noise.pick(&keys);
     Spec {
-        keys: if has_page_scales(&spec) { spec.keys } else { keys },
+        keys: if has_fixed_pages(&spec) { spec.keys } else { keys },
         ragged_queries: noise.one_in(2),
         layout: noise.pick(&[Layout::Bshd, Layout::Bhsd]),
         padding: noise.pick(&[0, 0, 1, 8]),

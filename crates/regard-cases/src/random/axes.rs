@@ -4,7 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
 use crate::spec::{Entries, Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec, Spec};
-use regard::{DType, Values};
+use regard::{DType, ListEntries, Values};
 
 type Axis = (&'static str, &'static str);
 
@@ -258,11 +258,15 @@ fn lists(spec: &Spec) -> Vec<Axis> {
     let Some(lists) = spec.lists else {
         return vec![("lists", "no"), ("list entries", "no lists")];
     };
-    let kind = match (lists.slots, lists.per_head) {
-        (false, false) => "per row",
-        (false, true) => "per row and head",
-        (true, false) => "slots per row",
-        (true, true) => "slots per row and head",
+    let kind = match (lists.of, lists.per_head) {
+        (ListEntries::Keys, false) => "per row",
+        (ListEntries::Keys, true) => "per row and head",
+        (ListEntries::Slots, false) => "slots per row",
+        (ListEntries::Slots, true) => "slots per row and head",
+        (ListEntries::Pages, false) => "pages per sequence",
+        (ListEntries::Pages, true) => "pages per sequence and head",
+        (_, false) => "numbered pages per sequence",
+        (_, true) => "numbered pages per sequence and head",
     };
     let entries = match (lists.entries, lists.counts) {
         (Entries::All, _) => "all keys",

@@ -4,7 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, PrefixSpec, Spec};
-use regard::{Values, Window};
+use regard::{ListEntries, Values, Window};
 
 /// The parts of a description.
 struct Words(Vec<String>);
@@ -120,9 +120,14 @@ fn masks_and_lists(spec: &Spec, words: &mut Words) {
         words.add(format!("mask {} of {broadcast} hiding {hide}", mask.dtype));
     }
     words.add_if(spec.tree, format!("tree of {:?} bits", spec.tree_kind).to_lowercase());
-    if let Some(ListSpec { len, entries, per_head, counts, slots }) = spec.lists {
+    if let Some(ListSpec { len, entries, per_head, counts, of }) = spec.lists {
         let entries = format!("{entries:?}").to_lowercase();
-        let of = if slots { "physical slots" } else { "keys" };
+        let of = match of {
+            ListEntries::Keys => "keys",
+            ListEntries::Slots => "physical slots",
+            ListEntries::Pages => "keys in pages",
+            _ => "keys in numbered pages",
+        };
         let per_head = if per_head { " per key/value head" } else { "" };
         let counts = if counts { " with counts" } else { "" };
         words.add(format!("lists of {len} {of} ({entries}){per_head}{counts}"));

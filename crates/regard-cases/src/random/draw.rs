@@ -6,7 +6,7 @@ use crate::noise::Noise;
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
-use regard::{DType, MAX_KEY_STRIDE, Values, Window};
+use regard::{DType, ListEntries, MAX_KEY_STRIDE, Values, Window};
 
 /// Which problems to draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -187,8 +187,15 @@ fn lists(noise: &mut Noise, spec: Spec) -> Spec {
         _ => noise.below(150),
     };
     let entries = noise.pick(&[Entries::All, Entries::Sorted, Entries::Any, Entries::Any]);
-    let (per_head, counts, slots) = (noise.one_in(2), noise.one_in(2), noise.one_in(4));
-    spec.lists(ListSpec { len, entries, per_head, counts, slots })
+    let (per_head, counts) = (noise.one_in(2), noise.one_in(2));
+    let of = noise.pick(&[
+        ListEntries::Keys,
+        ListEntries::Keys,
+        ListEntries::Slots,
+        ListEntries::Pages,
+        ListEntries::NumberedPages,
+    ]);
+    spec.lists(ListSpec { len, entries, per_head, counts, of })
 }
 
 fn limits(noise: &mut Noise, profile: Profile) -> Limits {

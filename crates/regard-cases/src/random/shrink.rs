@@ -5,7 +5,7 @@ use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
-use regard::{DType, Values, Window};
+use regard::{DType, ListEntries, Values, Window};
 
 /// The plainest problem found for which `fails` still holds, after at most `tries` of them.
 pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> bool) -> Spec {
@@ -121,7 +121,7 @@ fn caches_and_lists(spec: &Spec, with: With) {
         with(&|s| s.lists = Some(ListSpec { len: lists.len - lists.len.min(1), ..lists }));
         with(&|s| s.lists = Some(ListSpec { per_head: false, ..lists }));
         with(&|s| s.lists = Some(ListSpec { counts: false, ..lists }));
-        with(&|s| s.lists = Some(ListSpec { slots: false, ..lists }));
+        with(&|s| s.lists = Some(ListSpec { of: ListEntries::Keys, ..lists }));
         with(&|s| s.lists = Some(ListSpec { entries: Entries::Sorted, ..lists }));
         with(&|s| s.lists = Some(ListSpec { entries: Entries::All, ..lists }));
     }

@@ -43,8 +43,8 @@ impl Spec {
                 (KvStorage::Paged { block_size }, columns(block_size) * block_size)
             }
         };
-        let kv_len = match self.lists {
-            Some(lists) if lists.slots => lists.len,
+        let kv_len = match self.key_lists() {
+            Some(lists) if self.has_listed_pool() => lists.len,
             _ => kv_len,
         };
         let total = self.sequences.iter().map(|sequence| sequence.q_len).sum();
@@ -211,11 +211,13 @@ mod device {
         ) -> Result<Attention<Tensor<'static, DeviceMemory>>, Error> {
             let batch = self.sequences.len();
             let longest_query = self.max_lens().queries;
-            let paged = matches!(self.keys, Keys::Paged { .. }) && !self.lists_slots();
+            let paged = matches!(self.keys, Keys::Paged { .. }) && !self.has_listed_pool();
             let ragged_keys = matches!(self.keys, Keys::Ragged { .. });
+            let of_keys = self.lists.filter(|_| !self.lists_pages());
             let lists =
-                self.lists.map_or([0; 3], |lists| [self.list_rows(), self.list_heads(), lists.len]);
-            let has_counts = self.lists.is_some_and(|lists| lists.counts);
+                of_keys.map_or([0; 3], |lists| [self.list_rows(), self.list_heads(), lists.len]);
+            let has_counts = of_keys.is_some_and(|lists| lists.counts);
+            let page_lists = self.page_list_shape();
             let tree = [batch, longest_query, longest_query.div_ceil(32)];
             let pages = [table.len(), table.first().map_or(1, Vec::len)];
             let has_prefixes = self.prefixes.is_some();
@@ -244,8 +246,11 @@ mod device {
                 cu_seqlens_q: ints(self.ragged_queries, &[batch + 1])?,
                 cu_seqlens_k: ints(ragged_keys, &[batch + 1])?,
                 block_table: ints(paged, &pages)?,
-                key_indices: ints(self.lists.is_some(), &lists)?,
+                key_indices: ints(of_keys.is_some(), &lists)?,
                 key_counts: ints(has_counts, &lists[..2])?,
+                page_indices: ints(self.lists_pages(), &page_lists)?,
+                page_list_lens: ints(self.has_page_list_lens(), &page_lists[..2])?,
+                page_numbers: ints(self.has_page_numbers(), &page_lists)?,
                 prefix_groups: ints(has_prefixes, &[batch])?,
                 prefix_lens: ints(has_prefixes, &[self.prefix_group_count()])?,
                 ..self.numbers()

@@ -24,7 +24,7 @@ impl Spec {
 
     /// Trees and physical slots have no positions of keys, and rows among such keys are somewhere.
     pub(super) fn legal_positions(&mut self) {
-        if self.tree || self.lists_slots() {
+        if self.tree || self.has_listed_pool() {
             self.key_positions = None;
         }
         if self.key_positions.is_some() && self.offset == OffsetSpec::BottomRight {

@@ -3,21 +3,21 @@
 use super::{Keys, OffsetSpec, Spec, Use, made};
 use crate::array::Array;
 use crate::noise::Noise;
-use regard::{KeyLists, Window};
+use regard::{KeyLists, ListEntries, Window};
 
 /// Lists of the keys that rows attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListSpec {
-    /// Entries of each list.
+    /// Entries of each list; of lists of pages, keys, rounded up to pages.
     pub len: usize,
-    /// What they are.
+    /// Which keys or pages they name.
     pub entries: Entries,
     /// Whether there is a list per key/value head.
     pub per_head: bool,
     /// Whether counts say how many entries of each list are used; the others are anything.
     pub counts: bool,
-    /// Whether entries are physical slots of the pool. Of paged keys only.
-    pub slots: bool,
+    /// What the lists list. Slots and pages are of paged keys only.
+    pub of: ListEntries,
 }
 
 /// The entries of lists.
@@ -35,7 +35,7 @@ pub enum Entries {
 impl ListSpec {
     /// Lists of `len` positions, shared by all key/value heads.
     pub fn new(len: usize, entries: Entries) -> ListSpec {
-        ListSpec { len, entries, per_head: false, counts: false, slots: false }
+        ListSpec { len, entries, per_head: false, counts: false, of: ListEntries::Keys }
     }
 }
 
@@ -45,28 +45,61 @@ impl Spec {
         Spec { lists: Some(lists), ..self }
     }
 
-    /// Physical slots are slots of pages, and nothing beside them depends on positions.
-    pub(super) fn legal_lists(&mut self) {
+    /// Physical slots and pages are of pools, and nothing beside them depends on positions, unless
+    /// pages are numbered. Then positions of queries are given.
+    pub(crate) fn legal_lists(&mut self) {
         let paged = matches!(self.keys, Keys::Paged { .. });
         let Some(lists) = &mut self.lists else { return };
-        lists.slots &= paged;
-        if !lists.slots {
-            return;
+        if !paged {
+            lists.of = ListEntries::Keys;
         }
-        (self.causal, self.tree, self.alibi) = (false, false, false);
-        (self.window, self.chunk, self.mask) = (Window::default(), None, None);
-        self.offset = OffsetSpec::BottomRight;
+        match lists.of {
+            ListEntries::Slots | ListEntries::Pages => {
+                (self.causal, self.alibi) = (false, false);
+                (self.window, self.chunk) = (Window::default(), None);
+                self.offset = OffsetSpec::BottomRight;
+            }
+            ListEntries::NumberedPages if self.offset == OffsetSpec::BottomRight => {
+                let offsets = (0..self.sequences.len()).map(|i| self.first_position(i) as i32);
+                let offsets: Vec<i32> = offsets.collect();
+                self.offset = match offsets.is_empty() {
+                    true => OffsetSpec::Same(0),
+                    false => OffsetSpec::PerSequence(offsets),
+                };
+            }
+            _ => {}
+        }
+        if self.has_listed_pool() {
+            (self.tree, self.mask) = (false, None);
+        }
+    }
+
+    /// The same with positions of queries where lists of pages need them: those of the default.
+    pub fn with_list_offsets(mut self) -> Spec {
+        self.legal_lists();
+        self
     }
 
     /// Whether entries are physical slots.
     pub(crate) fn lists_slots(&self) -> bool {
-        self.lists.is_some_and(|lists| lists.slots)
+        self.lists.is_some_and(|lists| lists.of == ListEntries::Slots)
+    }
+
+    /// Whether lists lead to a pool without a block table.
+    pub(crate) fn has_listed_pool(&self) -> bool {
+        self.lists.is_some_and(|lists| lists.of != ListEntries::Keys)
     }
 
     /// The properties of key lists that plans depend on.
     pub(super) fn key_lists(&self) -> Option<KeyLists> {
-        let ListSpec { len, slots, .. } = self.lists?;
-        Some(KeyLists { len, per_head: self.list_heads() > 1, slots })
+        let ListSpec { len, of: entries, .. } = self.lists?;
+        let len = match self.keys {
+            Keys::Paged { block_size, .. } if self.lists_pages() => {
+                len.next_multiple_of(block_size)
+            }
+            _ => len,
+        };
+        Some(KeyLists { len, per_head: self.list_heads() > 1, entries })
     }
 
     /// The lists of each row.
@@ -116,6 +149,14 @@ impl Spec {
         let lists = &self.lists?;
         let keys = self.sequences[index].kv_len;
         let mut listed = vec![false; keys * self.kv_heads];
+        let per_head = self.list_heads() > 1;
+        let of_pages = self.each_key_of_pages(index, |key, head| {
+            let of_key = &mut listed[key * self.kv_heads..][..self.kv_heads];
+            if per_head { of_key[head] = true } else { of_key.fill(true) }
+        });
+        if of_pages {
+            return Some(listed);
+        }
         for row in 0..self.sequences[index].q_len {
             for list_head in 0..self.list_heads() {
                 let count = self.count(lists, index, row, list_head);
@@ -143,7 +184,7 @@ impl Spec {
 
     /// The lists and their counts.
     pub(super) fn list_tensors(&self, table: &[Vec<i32>]) -> Option<(Array, Option<Array>)> {
-        let lists = &self.lists?;
+        let lists = self.lists.as_ref().filter(|_| !self.lists_pages())?;
         let (rows, heads) = (self.list_rows(), self.list_heads());
         let mut strays = Noise::new(self.seed, &[Use::List as u64]);
         let mut indices = vec![-1i32; rows * heads * lists.len];
@@ -155,7 +196,7 @@ impl Spec {
                     let list = (first + row) * heads + head;
                     let count = self.count(lists, index, row, head);
                     let mut entries = self.entries(lists, index, row, head);
-                    if lists.slots {
+                    if lists.of == ListEntries::Slots {
                         let keys = sequence.kv_len;
                         entries.iter_mut().for_each(|entry| {
                             *entry = self.slot(*entry, keys, &table[index]);

@@ -224,7 +224,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         // Different keys, spread evenly over the sequence.
         lists: problem.key_lists.map(|lists| ListSpec {
             per_head: lists.per_head,
-            slots: lists.slots,
+            of: lists.entries,
             ..ListSpec::new(lists.len, Entries::Sorted)
         }),
         prefixes: (problem.prefix_groups > 0).then(|| PrefixSpec {
@@ -236,7 +236,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         poison: false,
         ..Spec::new(&target.name)
     };
-    let mut case = spec.generate();
+    let mut case = spec.with_list_offsets().generate();
     if let Some(dtype) = problem.variant.mask {
         let shape = [1, 1, problem.query_len, problem.kv_len];
         case.attention.mask =

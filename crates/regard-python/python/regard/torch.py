@@ -78,6 +78,9 @@ def _attention(
     value_dim: Optional[int] = None,
     key_offset: Optional[int] = None,
     key_stride: Optional[int] = None,
+    page_indices: Optional[Tensor] = None,
+    page_list_lens: Optional[Tensor] = None,
+    page_numbers: Optional[Tensor] = None,
 ) -> Tensor:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
@@ -122,6 +125,9 @@ def _attention_with_lse(
     value_dim: Optional[int] = None,
     key_offset: Optional[int] = None,
     key_stride: Optional[int] = None,
+    page_indices: Optional[Tensor] = None,
+    page_list_lens: Optional[Tensor] = None,
+    page_numbers: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)

@@ -138,7 +138,8 @@ impl BackendPlan for CpuPlan {
         let walk = key_walk(&self.tiling, rows).description();
         let lists = problem.key_lists.map(|lists| {
             let heads = if lists.per_head { ", one key/value head per item" } else { "" };
-            Line::new("lists", format!("each row walks the entries of its own list{heads}"))
+            let list = if lists.lists_pages() { "its sequence's list" } else { "its own list" };
+            Line::new("lists", format!("each row walks the entries of {list}{heads}"))
         });
         let keys = Line::new("keys", format!("{rows} rows per key/value head: {walk}"));
         let groups = (problem.prefix_groups > 0).then(|| {

@@ -8,8 +8,8 @@ use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, pref
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
-    scale_strides, tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, page_list_strides, query_offset,
+    row_strides, scale_strides, tree_strides, window,
 };
 use crate::memory::Memory;
 use crate::params::{
@@ -19,7 +19,7 @@ use crate::params::{
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
-use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
+use crate::problem::{Inputs, KvStorage, ListEntries, Outputs, Problem, QueryStorage};
 use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
 
@@ -269,21 +269,30 @@ pub(super) fn decode_call(
     DecodeCall { module, blocks: schedule.blocks, parameters, cache, lists, combine }
 }
 
-/// The lists of keys of a problem's rows.
+/// The lists of keys of a problem's rows, or of the pages of its sequences.
 fn list_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<ListParameters> {
     let lists = problem.key_lists?;
     let attention = &inputs.attention;
-    let indices = attention.key_indices.as_ref()?;
-    let counts = attention.key_counts.as_ref();
+    let (indices, counts) = match lists.lists_pages() {
+        true => (&attention.page_indices, &attention.page_list_lens),
+        false => (&attention.key_indices, &attention.key_counts),
+    };
+    let strides = |tensor: &Option<Tensor<DeviceMemory>>| match (tensor, lists.lists_pages()) {
+        (None, _) => TokenStrides::default(),
+        (Some(tensor), true) => page_list_strides(tensor),
+        (Some(tensor), false) => list_strides(tensor),
+    };
     Some(ListParameters {
-        indices: indices.address(),
-        counts: address(&attention.key_counts),
-        index_strides: list_strides(indices),
-        count_strides: counts.map_or(TokenStrides::default(), |counts| list_strides(counts)),
-        len: count(lists.len),
-        are_slots: lists.slots.into(),
+        indices: address(indices),
+        counts: address(counts),
+        index_strides: strides(indices),
+        count_strides: strides(counts),
+        len: count(inputs.key_lists().map_or(0, |given| given.len).min(lists.len)),
+        are_slots: (lists.entries == ListEntries::Slots).into(),
         sequences: count(problem.batch),
-        unused: 0,
+        are_pages: lists.lists_pages().into(),
+        numbers: address(&attention.page_numbers),
+        number_strides: strides(&attention.page_numbers),
     })
 }
 

@@ -9,12 +9,12 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
-    scale_strides, tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, page_list_strides, query_offset,
+    row_strides, scale_strides, tree_strides, window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions};
-use crate::problem::{Inputs, KvStorage, Outputs, Problem};
+use crate::problem::{Inputs, KeyLists, KvStorage, ListEntries, Outputs, Problem};
 use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
@@ -61,7 +61,7 @@ impl Params {
 }
 
 /// Maximum buffers of a kernel, parameters included.
-pub(crate) const BUFFERS: usize = 22;
+pub(crate) const BUFFERS: usize = 23;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -324,8 +324,9 @@ fn attention_buffers(
         optional(inputs.value_scales()),
         None,
         attention.key_positions.as_ref().and_then(KeyPositions::tensor).and_then(read),
-        optional(&attention.key_indices),
-        optional(&attention.key_counts),
+        optional(&attention.key_indices).or(optional(&attention.page_indices)),
+        optional(&attention.key_counts).or(optional(&attention.page_list_lens)),
+        optional(&attention.page_numbers),
     ]
 }
 
@@ -492,7 +493,7 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         aligned.into(),
         kv_format(problem.key_dtype, problem.dtype) as i32,
         kv_format(problem.value_dtype, problem.dtype) as i32,
-        problem.key_lists.map_or(0, |lists| 1 + i32::from(lists.slots)),
+        problem.key_lists.map_or(0, list_kind),
     ];
     Pipeline { function: launch.function, constants }
 }
@@ -576,13 +577,33 @@ fn set_lists(
 ) {
     let attention = &inputs.attention;
     parameters.sequences = count(problem.batch);
+    parameters.list_len = inputs.key_lists().map_or(0, |lists| count(lists.len));
     if let Some(indices) = &attention.key_indices {
         parameters.list_strides = list_strides(indices);
-        parameters.list_len = count(indices.shape()[2]);
     }
     if let Some(counts) = &attention.key_counts {
         parameters.count_strides = list_strides(counts);
         parameters.given_key_counts = 1;
+    }
+    if let Some(indices) = &attention.page_indices {
+        parameters.list_strides = page_list_strides(indices);
+    }
+    if let Some(lens) = &attention.page_list_lens {
+        parameters.count_strides = page_list_strides(lens);
+        parameters.given_key_counts = 1;
+    }
+    if let Some(numbers) = &attention.page_numbers {
+        parameters.number_strides = page_list_strides(numbers);
+    }
+}
+
+/// The kernels' constant LISTS.
+fn list_kind(lists: KeyLists) -> i32 {
+    match lists.entries {
+        ListEntries::Keys => 1,
+        ListEntries::Slots => 2,
+        ListEntries::Pages => 3,
+        ListEntries::NumberedPages => 4,
     }
 }
 

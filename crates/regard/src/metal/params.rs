@@ -68,10 +68,13 @@ parameters! {
         tree_strides: TreeStrides,
         /// The tile map of the mask.
         map: MapParameters,
-        /// Lists of keys; no stride of heads where all share a list.
+        /// Lists of keys, from row to row, or of pages, from sequence to sequence; no stride of
+        /// heads where all share a list.
         list_strides: TokenStrides,
         /// Entries of lists that are used, likewise.
         count_strides: TokenStrides,
+        /// Numbers of listed pages, likewise.
+        number_strides: TokenStrides,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Keys that a row sees to the left of its position; a large value for no bound.
@@ -126,9 +129,9 @@ parameters! {
         splits: i32,
         /// Rows of the longest query: tokens times grouped heads.
         rows: i32,
-        /// Entries per list of keys, at most.
+        /// Entries per list, at most; slots, if lists are of pages.
         list_len: i32,
-        /// Whether `key_counts` is given.
+        /// Whether `key_counts` or `page_list_lens` is given.
         given_key_counts: i32,
         /// Sequences.
         sequences: i32,

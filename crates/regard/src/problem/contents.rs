@@ -32,6 +32,7 @@ pub(super) fn check_contents<M: Memory>(
     check_static_scales("k_scales", &inputs.attention.k_scales)?;
     check_static_scales("v_scales", &inputs.attention.v_scales)?;
     super::selection::check_counts(&inputs)?;
+    super::page_lists::check_lens(&inputs)?;
     check_lengths(&inputs, problem)?;
     super::prefix::check_prefixes(&inputs, problem)
 }

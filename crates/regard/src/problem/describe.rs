@@ -87,7 +87,7 @@ impl Problem {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::problem::KeyLists;
+    use crate::problem::{KeyLists, ListEntries};
     use crate::variant::{Values, Variant, Window};
 
     #[test]
@@ -138,11 +138,12 @@ mod tests {
                  batch-invariant"
             )
         );
-        problem.key_lists = Some(KeyLists { len: 2048, per_head: false, slots: false });
+        problem.key_lists =
+            Some(KeyLists { len: 2048, per_head: false, entries: ListEntries::Keys });
         assert!(problem.description().contains("sinks, lists of up to 2048 keys per row, LSE"));
         problem.prefix_groups = 3;
         assert!(problem.description().contains("keys per row, up to 3 prefix groups, LSE"));
-        problem.key_lists = Some(KeyLists { len: 64, per_head: true, slots: true });
+        problem.key_lists = Some(KeyLists { len: 64, per_head: true, entries: ListEntries::Slots });
         let lists = "lists of up to 64 physical slots per row and key/value head";
         assert!(problem.description().contains(lists));
         problem.variant.window.right = None;

@@ -13,9 +13,9 @@ impl Problem {
         if self.prefix_groups == 0 {
             return Ok(());
         }
-        if self.key_lists.is_some() {
+        if let Some(lists) = self.key_lists {
             let allowed = "given without prefix_groups: each row has keys of its own";
-            return Err(Error::argument("key_indices", "given", allowed));
+            return Err(Error::argument(lists.argument(), "given", allowed));
         }
         match self.keys {
             KvStorage::Paged { .. } => Ok(()),

@@ -1,19 +1,31 @@
 //! Selection: lists of the keys that rows attend to.
 
 use super::key_shape::KeyShape;
-use super::{Inputs, KeyLists, KvStorage, MAX_LEN, Problem, QueryStorage, Sequence};
+use super::lists::refuse_beside;
+use super::page_lists::PageList;
+use super::{Inputs, KeyLists, KvStorage, ListEntries, MAX_LEN, Problem, QueryStorage, Sequence};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{expect_dtype, expect_rank, expect_shape, expect_unit_stride, one_of};
 use crate::memory::Memory;
 use crate::variant::QueryOffset;
 
-impl KeyLists {
-    /// In words, for `Plan::explain`.
-    pub(super) fn description(self) -> String {
-        let entries = if self.slots { "physical slots" } else { "keys" };
-        let owner = if self.per_head { "row and key/value head" } else { "row" };
-        format!("lists of up to {} {entries} per {owner}", self.len)
+/// The entries in use of one list.
+#[derive(Clone, Copy)]
+pub(crate) enum KeyList<'a> {
+    /// Keys of the sequence, or physical slots.
+    Keys(&'a [i32]),
+    /// The slots of pages.
+    Pages(PageList<'a>),
+}
+
+impl KeyList<'_> {
+    /// The number of entries.
+    pub fn len(&self) -> usize {
+        match self {
+            KeyList::Keys(entries) => entries.len(),
+            KeyList::Pages(pages) => pages.len,
+        }
     }
 }
 
@@ -34,71 +46,78 @@ impl Problem {
 
     pub(super) fn validate_lists(&self) -> Result<(), Error> {
         let Some(lists) = self.key_lists else { return Ok(()) };
-        one_of("key_indices", lists.len, 0..MAX_LEN + 1)?;
-        if !lists.slots {
+        one_of(lists.argument(), lists.len, 0..MAX_LEN + 1)?;
+        if lists.entries == ListEntries::Keys {
             return Ok(());
         }
         let variant = &self.variant;
-        let alone = refuse_with_slots;
-        alone("causal", variant.causal)?;
-        alone("window", variant.window != Default::default())?;
-        alone("chunk", variant.chunk.is_some())?;
-        alone("alibi_slopes", variant.alibi)?;
+        let alone = |argument, given| refuse_beside(lists.entries, argument, given);
+        if !lists.has_positions() {
+            alone("causal", variant.causal)?;
+            alone("window", variant.window != Default::default())?;
+            alone("chunk", variant.chunk.is_some())?;
+            alone("alibi_slopes", variant.alibi)?;
+        }
         alone("mask", variant.mask.is_some())?;
         alone("tree_mask", variant.tree)?;
         alone("key_positions", variant.key_positions.is_some())?;
         match self.keys {
             KvStorage::Paged { .. } => Ok(()),
-            KvStorage::Batched | KvStorage::Ragged => Err(Error::argument(
-                "keys",
-                format!("{:?}", self.keys),
-                "a pool of pages: entries of key_indices are physical slots",
-            )),
+            KvStorage::Batched | KvStorage::Ragged => {
+                let entries = match lists.entries {
+                    ListEntries::Slots => "entries of key_indices are physical slots",
+                    _ => "page_indices lists pages",
+                };
+                let allowed = format!("a pool of pages: {entries}");
+                Err(Error::argument("keys", format!("{:?}", self.keys), allowed))
+            }
         }
     }
 
     /// Whether a plan with the lists of `self` serves those of `other`. Returns the planned and the
     /// found length.
     pub(super) fn covers_lists(&self, other: &Problem) -> Result<Option<(usize, usize)>, Error> {
-        let say = |lists: Option<KeyLists>| match lists {
-            None => "not given".to_string(),
-            Some(KeyLists { per_head: false, .. }) => "one list per row".to_string(),
-            Some(_) => "one list per row and key/value head".to_string(),
+        let Some(lists) = self.key_lists.or(other.key_lists) else { return Ok(None) };
+        // Lists of keys and lists of pages are different arguments.
+        let argument = lists.argument();
+        let form = |lists: Option<KeyLists>| match lists {
+            Some(lists) if lists.argument() == argument => lists.form(),
+            _ => "not given".to_string(),
         };
-        let form = |lists: Option<KeyLists>| lists.map(|lists| lists.per_head);
-        if form(self.key_lists) != form(other.key_lists) {
-            let allowed = format!("{}, as planned", say(self.key_lists));
-            return Err(Error::argument("key_indices", say(other.key_lists), allowed));
+        let (planned, found) = (form(self.key_lists), form(other.key_lists));
+        if planned != found {
+            return Err(Error::argument(argument, found, format!("{planned}, as planned")));
         }
         let (Some(planned), Some(found)) = (self.key_lists, other.key_lists) else {
-            return Ok(None);
+            unreachable!("both have lists of one form")
         };
-        if planned.slots != found.slots {
-            let allowed = format!("{}, as planned", planned.slots);
-            return Err(Error::argument("indices_are_slots", found.slots, allowed));
+        if planned.entries != found.entries {
+            let (argument, has) = match lists.lists_pages() {
+                true => ("page_numbers", ListEntries::NumberedPages),
+                false => ("indices_are_slots", ListEntries::Slots),
+            };
+            let allowed = format!("{}, as planned", planned.entries == has);
+            return Err(Error::argument(argument, found.entries == has, allowed));
         }
         Ok(Some((planned.len, found.len)))
     }
 }
 
-/// An error if an argument that needs positions or lengths is given together with physical slots.
-fn refuse_with_slots(argument: &str, given: bool) -> Result<(), Error> {
-    if !given {
-        return Ok(());
-    }
-    let allowed = "nothing that needs positions or lengths: entries of key_indices are physical \
-                   slots (indices_are_slots)";
-    Err(Error::argument(argument, "given", allowed))
-}
-
 impl<M: Memory> Inputs<'_, M> {
     /// The lists as plans see them. Their shape is checked by [`Inputs::check_list_shapes`].
-    pub(super) fn key_lists(&self) -> Option<KeyLists> {
+    pub(crate) fn key_lists(&self) -> Option<KeyLists> {
+        if let Some(lists) = self.page_lists() {
+            return Some(lists);
+        }
         let shape = self.attention.key_indices.as_ref()?.shape();
         let len = shape.last().copied().unwrap_or(0);
         // With one key/value head both forms are the same.
         let per_head = shape.len() == 3 && shape[1] > 1;
-        Some(KeyLists { len, per_head, slots: self.attention.indices_are_slots })
+        let entries = match self.attention.indices_are_slots {
+            true => ListEntries::Slots,
+            false => ListEntries::Keys,
+        };
+        Some(KeyLists { len, per_head, entries })
     }
 
     /// Slots of the pool that an entry can address.
@@ -106,10 +125,11 @@ impl<M: Memory> Inputs<'_, M> {
         self.k.shape()[0].saturating_mul(self.k.shape()[1]).min(MAX_LEN)
     }
 
-    /// Keys whose physical slots are listed: a row walks at most as many as a list has entries.
-    pub(super) fn slot_keys(&self) -> Result<KeyShape, Error> {
-        let why = "[blocks, block_size, Hkv, D], because indices_are_slots is set";
-        expect_rank("k", self.k.shape(), 4, why)?;
+    /// Keys whose physical slots or pages are listed: a row walks at most as many as a list has
+    /// entries.
+    pub(super) fn pool_keys(&self, because: &str) -> Result<KeyShape, Error> {
+        let shape = format!("[blocks, block_size, Hkv, D], {because}");
+        expect_rank("k", self.k.shape(), 4, &shape)?;
         one_of("block_size", self.k.shape()[1], 1..MAX_LEN + 1)?;
         let max_len = self.key_lists().map_or(0, |lists| lists.len);
         Ok(KeyShape { storage: KvStorage::Paged { block_size: self.k.shape()[1] }, max_len })
@@ -125,16 +145,17 @@ impl<M: Memory> Inputs<'_, M> {
             let allowed = "set together with key_indices only";
             return Err(Error::argument("indices_are_slots", "set", allowed));
         }
-        refuse_with_slots("causal", attention.causal)?;
+        let refuse = |argument, given| refuse_beside(ListEntries::Slots, argument, given);
+        refuse("causal", attention.causal)?;
         let positioned = !matches!(attention.q_offset, QueryOffset::BottomRight);
-        refuse_with_slots("q_offset", positioned)?;
-        refuse_with_slots("key_positions", attention.key_positions.is_some())?;
+        refuse("q_offset", positioned)?;
+        refuse("key_positions", attention.key_positions.is_some())?;
         let given = [
             ("block_table", &attention.block_table),
             ("kv_lens", &attention.kv_lens),
             ("cu_seqlens_k", &attention.cu_seqlens_k),
         ];
-        given.into_iter().try_for_each(|(name, tensor)| refuse_with_slots(name, tensor.is_some()))
+        given.into_iter().try_for_each(|(name, tensor)| refuse(name, tensor.is_some()))
     }
 
     /// The types, shapes and strides of lists and of their counts.
@@ -192,7 +213,10 @@ impl<'a> Inputs<'a> {
         sequence: &Sequence,
         token: usize,
         head: usize,
-    ) -> Option<&'a [i32]> {
+    ) -> Option<KeyList<'a>> {
+        if let Some(pages) = self.page_list(sequence.index, head) {
+            return Some(KeyList::Pages(pages));
+        }
         let lists = self.attention.key_indices?;
         let row = match &self.attention.cu_seqlens_q {
             Some(_) => sequence.q_start + token,
@@ -206,6 +230,6 @@ impl<'a> Inputs<'a> {
             let counts = counts.select(0, row).expect("checked: a count per list");
             counts.as_slice::<i32>().expect("checked: i32 with unit stride")[head] as usize
         });
-        Some(&list[..count.unwrap_or(list.len())])
+        Some(KeyList::Keys(&list[..count.unwrap_or(list.len())]))
     }
 }

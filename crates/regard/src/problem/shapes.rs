@@ -63,6 +63,7 @@ impl<M: Memory> Inputs<'_, M> {
         problem.validate()?;
         self.check_variant(&problem)?;
         self.check_list_shapes(&problem)?;
+        self.check_page_list_shapes(&problem)?;
         self.check_prefix_shapes(&problem)?;
         check_scales("k_scales", ("k", k), &attention.k_scales)?;
         check_scales("v_scales", ("v", v), self.value_scales())?;
@@ -115,10 +116,11 @@ impl<M: Memory> Inputs<'_, M> {
         Ok(QueryShape { batch: entries - 1, storage: QueryStorage::Ragged { total }, max_len })
     }
 
-    /// Paged, ragged or batched keys, or the slots of key lists.
+    /// Paged, ragged or batched keys, or the slots or pages of lists.
     fn key_shape(&self, batch: usize) -> Result<KeyShape, Error> {
         let Inputs { k, attention, .. } = self;
         self.check_slots_stand_alone()?;
+        self.check_pages_stand_alone()?;
         match (&attention.block_table, &attention.cu_seqlens_k) {
             (Some(table), Some(_)) => Err(Error::argument(
                 "cu_seqlens_k",
@@ -134,7 +136,12 @@ impl<M: Memory> Inputs<'_, M> {
                 let max_len = longest("cu_seqlens_k", cumulative, k.shape()[0])?;
                 Ok(KeyShape { storage: KvStorage::Ragged, max_len })
             }
-            (None, None) if attention.indices_are_slots => self.slot_keys(),
+            (None, None) if attention.indices_are_slots => {
+                self.pool_keys("because indices_are_slots is set")
+            }
+            (None, None) if attention.page_indices.is_some() => {
+                self.pool_keys("because page_indices is given")
+            }
             (None, None) => {
                 let allowed = "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)";
                 expect_rank("k", k.shape(), 4, allowed)?;

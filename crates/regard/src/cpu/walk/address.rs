@@ -77,7 +77,7 @@ impl<'a> KeyAddresses<'a> {
         let head = head as i64;
         let page_size = tensor.shape()[1];
         let paged = inputs.block_row(sequence.index).map(|table| Pages { table, page_size });
-        let is_pool = paged.is_some() || inputs.attention.indices_are_slots;
+        let is_pool = inputs.has_pool();
         let (first, key, head_stride) = if is_pool {
             (0, strides[1], strides[2])
         } else if tensor.rank() == 4 {
@@ -116,7 +116,7 @@ impl<'a> KeyAddresses<'a> {
         };
         let page_size = keys.shape()[1];
         let paged = inputs.block_row(sequence.index).map(|table| Pages { table, page_size });
-        let is_pool = paged.is_some() || inputs.attention.indices_are_slots;
+        let is_pool = inputs.has_pool();
         let first = if is_pool { 0 } else { first.wrapping_mul(page_bytes) };
         let offset = first.wrapping_add((head as i64).wrapping_mul(head_bytes));
         KeyAddresses {

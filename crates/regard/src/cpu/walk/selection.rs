@@ -5,18 +5,23 @@
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::list_tile::MAX_ENTRIES;
-use crate::problem::KvStorage;
+use crate::positions::SequenceKeys;
+use crate::problem::{KeyList, KvStorage, ListedKey, MAX_LEN, PageList};
 use std::ops::Range;
 
 /// The list of an item's row.
 pub struct RowList<'a> {
-    entries: &'a [i32],
+    entries: Entries<'a>,
     /// Positions that the row can see.
     visible: Range<usize>,
-    pages: Pages<'a>,
 }
 
-/// How an entry of a key list becomes an address.
+enum Entries<'a> {
+    Keys { list: &'a [i32], pages: Pages<'a> },
+    Pages(PageList<'a>),
+}
+
+/// How an entry of a list of keys becomes an address.
 enum Pages<'a> {
     /// A position, and keys are not paged.
     None,
@@ -31,8 +36,16 @@ impl<'a> RowList<'a> {
     pub fn new(ctx: ItemContext<'a>) -> Option<RowList<'a>> {
         let ItemContext { call, item, .. } = ctx;
         let token = item.first_row / call.problem.group();
-        let entries = call.inputs.key_list(&item.sequence, token, item.heads.start)?;
+        let list = call.inputs.key_list(&item.sequence, token, item.heads.start)?;
         let position = item.sequence.q_offset + token as i64;
+        let list = match list {
+            KeyList::Keys(list) => list,
+            KeyList::Pages(pages) => {
+                let keys = SequenceKeys::from(MAX_LEN);
+                let visible = call.problem.variant.visible(position, keys);
+                return Some(RowList { entries: Entries::Pages(pages), visible });
+            }
+        };
         let pages = match (call.problem.keys, call.inputs.block_row(item.sequence.index)) {
             (KvStorage::Paged { block_size }, Some(table)) => Pages::Table {
                 table,
@@ -45,22 +58,29 @@ impl<'a> RowList<'a> {
             _ => Pages::None,
         };
         let visible = call.problem.variant.visible(position, item.sequence.keys());
-        Some(RowList { entries, visible, pages })
+        Some(RowList { entries: Entries::Keys { list, pages }, visible })
     }
 
-    /// The block and slot of an entry's key; `None` if the entry is skipped.
+    /// The key of an entry; `None` if the entry is skipped.
     #[inline(always)]
-    fn place(&self, entry: i32) -> Option<(i32, i32)> {
-        let key =
-            u32::try_from(entry).ok().filter(|&key| self.visible.contains(&(key as usize)))?;
-        match self.pages {
-            Pages::None => Some((0, entry)),
+    fn key(&self, entry: usize) -> Option<ListedKey> {
+        let visible = |key: i32| usize::try_from(key).is_ok_and(|key| self.visible.contains(&key));
+        let (list, pages) = match &self.entries {
+            Entries::Keys { list, pages } => (list, pages),
+            Entries::Pages(list) => return list.key(entry).filter(|listed| visible(listed.key)),
+        };
+        let key = Some(list[entry]).filter(|&key| visible(key))?;
+        let at = key as u32;
+        match *pages {
+            Pages::None => Some(ListedKey { key, block: 0, slot: key }),
             Pages::Slots { page_size } => {
-                Some(((key / page_size) as i32, (key % page_size) as i32))
+                let (block, slot) = ((at / page_size) as i32, (at % page_size) as i32);
+                Some(ListedKey { key, block, slot })
             }
             Pages::Table { table, page_size, blocks } => {
-                let block = table[(key / page_size) as usize];
-                ((block as u32) < blocks).then_some((block, (key % page_size) as i32))
+                let block = table[(at / page_size) as usize];
+                let slot = (at % page_size) as i32;
+                ((block as u32) < blocks).then_some(ListedKey { key, block, slot })
             }
         }
     }
@@ -78,17 +98,18 @@ impl<'a> RowList<'a> {
         let len = MAX_ENTRIES.min(2 * ctx.sizes().tile_keys).min(span.end - first);
         let mut kept = None;
         let mut skipped = 0;
-        for (i, &entry) in self.entries[first..first + len].iter().enumerate() {
-            let place = self.place(entry);
+        for i in 0..len {
+            let listed = self.key(first + i);
             if kept.is_none() && i < in_tile {
-                kept = place;
+                kept = listed;
             }
-            skipped += usize::from(place.is_none() && i < in_tile);
-            tile.keys[i] = if place.is_some() { entry } else { -1 };
-            (tile.blocks[i], tile.slots[i]) = place.unwrap_or_default();
+            skipped += usize::from(listed.is_none() && i < in_tile);
+            let none = ListedKey { key: -1, block: 0, slot: 0 };
+            let ListedKey { key, block, slot } = listed.unwrap_or(none);
+            (tile.keys[i], tile.blocks[i], tile.slots[i]) = (key, block, slot);
         }
         (tile.first, tile.len, tile.skipped) = (first, len, skipped);
-        let Some((block, slot)) = kept else { return false };
+        let Some(ListedKey { block, slot, .. }) = kept else { return false };
         for i in (0..len).filter(|&i| tile.keys[i] < 0) {
             (tile.blocks[i], tile.slots[i]) = (block, slot);
         }

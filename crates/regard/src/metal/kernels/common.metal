@@ -40,8 +40,10 @@ constant bool ALIGNED [[function_constant(16)]];
 constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
 // What the lists of keys that rows attend to hold (decode): 0 where there are none, 1 for positions, 2 for physical
-// slots.
+// slots, 3 for pages, 4 for pages with their numbers in the sequence.
 constant int LISTS [[function_constant(19)]];
+// A list of pages: entry e is slot e % BLOCK_SIZE of page e / BLOCK_SIZE. The rows of a sequence share it.
+#define LISTS_OF_PAGES (LISTS >= 3)
 
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
 // arrays reach registers even if the compiler unrolls before it specializes.
@@ -120,8 +122,10 @@ struct OptionalOperands {
     device const float* v_scales;
     device const uchar* map;
     device const int* key_offsets;
+    // Of lists of keys or of pages.
     device const int* key_indices;
     device const int* key_counts;
+    device const int* page_numbers;
 };
 
 // Queries, keys and values. Keys and values of another type are read as bytes.
@@ -217,6 +221,8 @@ METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& param
     sequence.position += token;
     sequence.q_start += token;
     sequence.q_len = 1;
+    // Any position may be listed.
+    if (LISTS_OF_PAGES) sequence.kv_len = 0x7fffffff;
     // Slots have no positions: a row sees all of the pool.
     if (LISTS == 2) sequence.kv_len = int(min_long(long(params.blocks) * long(BLOCK_SIZE), 0x7fffffff));
     return sequence;
@@ -270,12 +276,19 @@ struct KeyView {
     int pages;
 };
 
+// A key is a key of the sequence, a slot of the pool, or an entry of a list of pages.
 template <typename T>
 METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
     if (BLOCK_SIZE == 0) return keys.data + long(key) * keys.token_stride;
     // Entries of visible pages are checked where the host can read them; here they cannot leave the pool.
     int page = LISTS == 2 ? key / BLOCK_SIZE : clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
     return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
+}
+
+// The start of the list of a row (of its sequence, if lists are of pages) and key/value head.
+METAL_FUNC long list_start(SequenceHead head, constant TokenStrides& strides) {
+    const int owner = LISTS_OF_PAGES ? head.sequence.index : head.sequence.list_row;
+    return long(owner) * strides.token + long(head.kv_head) * strides.head;
 }
 
 // `unit` is the distance between elements in T.
@@ -290,34 +303,46 @@ METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& stride
     keys.page_stride = strides.batch * unit;
     keys.token_stride = strides.token * unit;
     keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
+    if (LISTS_OF_PAGES) keys.table = operands.key_indices + list_start(head, params.list_strides);
     keys.pages = params.blocks;
     return keys;
 }
 
-// The list of keys of a row and key/value head, and the keys that the row sees by structure.
+// The list of keys (or of pages, and their numbers) of a row and key/value head, and the keys that the row sees by
+// structure.
 struct KeyList {
     device const int* entries;
+    device const int* numbers;
     int2 visible;
 };
 
 METAL_FUNC KeyList key_list(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
-    if (LISTS == 0) return {operands.key_indices, int2(0, 0)};
-    const long at =
-        long(head.sequence.list_row) * params.list_strides.token + long(head.kv_head) * params.list_strides.head;
-    return {operands.key_indices + at, visible_range(head.sequence.position, head.sequence, params)};
+    if (LISTS == 0) return {operands.key_indices, operands.key_indices, int2(0, 0)};
+    KeyList list;
+    list.entries = operands.key_indices + list_start(head, params.list_strides);
+    list.numbers = list.entries;
+    if (LISTS == 4) list.numbers = operands.page_numbers + list_start(head, params.number_strides);
+    list.visible = visible_range(head.sequence.position, head.sequence, params);
+    return list;
 }
 
 // Entries in use of that list.
 METAL_FUNC int list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
     if (params.given_key_counts == 0) return params.list_len;
-    const long at =
-        long(head.sequence.list_row) * params.count_strides.token + long(head.kv_head) * params.count_strides.head;
-    return clamp(operands.key_counts[at], 0, params.list_len);
+    return clamp(operands.key_counts[list_start(head, params.count_strides)], 0, params.list_len);
 }
 
-// The key that an entry names; -1 if it names none, or one that the row does not see.
+// The key that an entry names; -1 if it names none, or one that the row does not see. Keys of pages without numbers are
+// the entries themselves.
 template <typename T>
 METAL_FUNC int listed_key(KeyList list, KeyView<T> keys, int entry) {
+    if (LISTS_OF_PAGES) {
+        const int page = list.entries[entry / BLOCK_SIZE];
+        if (page < 0 || page >= keys.pages) return -1;
+        if (LISTS == 3) return entry;
+        const long key = long(list.numbers[entry / BLOCK_SIZE]) * BLOCK_SIZE + entry % BLOCK_SIZE;
+        return key < list.visible.x || key >= list.visible.y ? -1 : int(key);
+    }
     const int key = list.entries[entry];
     if (key < list.visible.x || key >= list.visible.y) return -1;
     if (LISTS == 1 && BLOCK_SIZE != 0) {

@@ -53,14 +53,16 @@ template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
 METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread V (&vectors)[COUNT][CHUNKS]) {
     UNROLL
     for (int j = 0; j < COUNT; j++) {
-        int key = clamp(first + j, loads.walk.range.x, loads.walk.range.y - 1);
+        const int token = clamp(first + j, loads.walk.range.x, loads.walk.range.y - 1);
+        int key = token;
         if (LISTS != 0) {
-            key = listed_key(loads.walk.list, view, key);
+            key = listed_key(loads.walk.list, view, token);
             if (key < 0) {
                 UNROLL
                 for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
                 continue;
             }
+            if (LISTS_OF_PAGES) key = token;
         }
         device const T* row = key_address(view, key);
         UNROLL
@@ -186,10 +188,11 @@ METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Cac
     return score;
 }
 
-// This lane's score of a step, and its key.
+// This lane's score of a step, its key, and what has the key's address.
 struct StepScore {
     float score;
     int key;
+    int address;
 };
 
 // The probability of this lane's key, times its value's scale, and the factor that rescales the sums before.
@@ -205,7 +208,7 @@ METAL_FUNC StepWeight softmax_step(StepScore step, thread State& state, RowFacts
     float score = step.score;
     const int key = step.key;
     const bool in_row = key >= row.start && key < row.end;
-    if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, key);
+    if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, step.address);
     const bool is_visible = in_row && modify_score(score, row, key, true, params, operands);
     float step_max = is_visible ? score : MIN_SCORE;
     UNROLL
@@ -217,7 +220,7 @@ METAL_FUNC StepWeight softmax_step(StepScore step, thread State& state, RowFacts
     // Each lane sums its own keys; the lanes of a row come together at the end.
     state.sum = fma(state.sum, weight.factor, weight.probability);
     state.max = new_max;
-    if (has_scales(VALUE_FORMAT) && is_visible) weight.probability *= *key_address(scales.values, key);
+    if (has_scales(VALUE_FORMAT) && is_visible) weight.probability *= *key_address(scales.values, step.address);
     return weight;
 }
 
@@ -404,10 +407,12 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     const int stride = SIMD_GROUPS * STEP_KEYS;
     for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < end; first += stride) {
         if (first + STEP_KEYS <= tile.start) continue;
-        int key = first + lane / ROWS;
+        const int entry = first + lane / ROWS;
+        int key = entry;
         if (LISTS != 0)
-            key = key >= tile.start && key < tile.end ? listed_key(walk.list, keys.bytes, key) : -1;
-        const StepScore step = {score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, walk), key};
+            key = entry >= tile.start && entry < tile.end ? listed_key(walk.list, keys.bytes, entry) : -1;
+        const StepScore step = {score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, walk), key,
+                                LISTS_OF_PAGES ? entry : key};
         const StepWeight weight = softmax_step<ROWS>(step, state, row, scales, params, operands);
         add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, walk);
     }
@@ -436,13 +441,13 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
     device const int* key_offsets [[buffer(19)]], device const int* key_indices [[buffer(20)]],
-    device const int* key_counts [[buffer(21)]],
+    device const int* key_counts [[buffer(21)]], device const int* page_numbers [[buffer(22)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
                                        cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask,
-                                       key_offsets,  key_indices,  key_counts};
+                                       key_offsets,  key_indices,  key_counts,  page_numbers};
     const Outputs outputs = {out, lse, partials};
     const Inputs<T> inputs = {q, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};

@@ -574,7 +574,7 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
                                        cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map,
-                                       key_offsets,  key_offsets,  key_offsets};
+                                       key_offsets,  key_offsets,  key_offsets,  key_offsets};
     const Outputs outputs = {out, lse, partials};
     const Inputs<Q> inputs = {q, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};

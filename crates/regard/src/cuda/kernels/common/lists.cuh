@@ -1,8 +1,9 @@
 // Selection: rows that attend to a list of keys. Decode divides its work among rows then, not sequences: a row walks
 // the entries of its list, numbered from 0.
 //
-// An entry is the position of a key in the row's sequence, or a physical slot of the pool. Entries that name no key, or
-// one that the row does not see, are skipped: nothing is loaded, and their score is -inf.
+// An entry is the position of a key in the row's sequence, or a physical slot of the pool. If lists are of pages, the
+// rows of a sequence share them, and entry e is slot e % block_size of page e / block_size. Entries that name no key,
+// or one that the row does not see, are skipped: nothing is loaded, and their score is -inf.
 #pragma once
 #include "common/paging.cuh"
 
@@ -43,17 +44,32 @@ static __device__ __forceinline__ int find_sequence_of_row(const AttentionParame
     return token < 0 ? sequences : low;
 }
 
+// The row or sequence that a row has its list from.
+static __device__ __forceinline__ int list_owner(const AttentionParameters &params, const SequenceInfo &s) {
+    return lists_of(params).are_pages ? s.sequence : s.list_row;
+}
+
 // Entries in use of the list of a row and key/value head.
-static __device__ __forceinline__ int list_len(const AttentionParameters &params, int row, int kv_head) {
+static __device__ __forceinline__ int list_len(const AttentionParameters &params, const SequenceInfo &s, int kv_head) {
     const ListParameters &lists = lists_of(params);
     if (!lists.counts) return lists.len;
-    long long at = row * lists.count_strides.token + kv_head * lists.count_strides.head;
+    long long at = list_owner(params, s) * lists.count_strides.token + kv_head * lists.count_strides.head;
     return clamp_int(((const int *)lists.counts)[at], 0, lists.len);
 }
 
-static __device__ __forceinline__ const int *list_of(const AttentionParameters &params, int row, int kv_head) {
+static __device__ __forceinline__ const int *list_of(const AttentionParameters &params, const SequenceInfo &s,
+                                                     int kv_head) {
     const ListParameters &lists = lists_of(params);
-    return (const int *)lists.indices + row * lists.index_strides.token + kv_head * lists.index_strides.head;
+    return (const int *)lists.indices + list_owner(params, s) * lists.index_strides.token +
+           kv_head * lists.index_strides.head;
+}
+
+// The numbers of a list's pages in the sequence; null if they have no positions.
+static __device__ __forceinline__ const int *numbers_of(const AttentionParameters &params, const SequenceInfo &s,
+                                                        int kv_head) {
+    const ListParameters &lists = lists_of(params);
+    if (!lists.numbers) return 0;
+    return (const int *)lists.numbers + s.sequence * lists.number_strides.token + kv_head * lists.number_strides.head;
 }
 
 // A row as decode's unit of work: a sequence of one token that walks a list. Its lengths and positions are those of its
@@ -75,30 +91,51 @@ static __device__ __forceinline__ SequenceInfo load_listed_row(const AttentionPa
     s.offset += token;
     s.q_start += token;
     s.q_len = 1;
-    // Slots have no positions: a row sees all of the pool.
+    // Slots have no positions: a row sees all of the pool. Of pages, any position may be listed.
     if (lists_of(params).are_slots) s.kv_len = (int)min((long long)params.blocks * params.block_size, 0x7fffffffll);
+    if (lists_of(params).are_pages) s.kv_len = 0x7fffffff;
     // Heads that share a list have a stride of 0.
     int heads = lists_of(params).count_strides.head ? params.kv_heads : 1;
     s.walked = 0;
-    for (int head = 0; head < heads; head++) s.walked = max(s.walked, list_len(params, row, head));
+    for (int head = 0; head < heads; head++) s.walked = max(s.walked, list_len(params, s, head));
     return s;
 }
 
-// The place of an entry's key. Returns whether there is such a key that the row sees.
-template <class Tile> static __device__ __forceinline__ bool
-find_listed_place(const AttentionParameters &params, const Tile &tile, int entry, KeyPlace &place) {
-    place = {0, 0};
-    if (entry < tile.every_start || entry >= tile.every_end) return false;
+// The key of an entry: its position or slot (the entry itself, if its page has no number), and its place. -1 if there
+// is no such key, or the row does not see it.
+struct ListedKey {
+    int key;
+    KeyPlace place;
+};
+
+// The slot of a listed page.
+template <class Tile> static __device__ __forceinline__ ListedKey find_key_of_page(const AttentionParameters &params,
+                                                                                   const Tile &tile, int entry) {
+    constexpr ListedKey NONE = {-1, {0, 0}};
+    int index = page_index(params, entry);
+    KeyPlace place = {tile.list[index], page_slot(params, entry, index)};
+    if (place.batch < 0 || place.batch >= params.blocks) return NONE;
+    if (!tile.numbers) return {entry, place};
+    long long key = (long long)tile.numbers[index] * params.block_size + place.token;
+    if (key < tile.every_start || key >= tile.every_end) return NONE;
+    return {(int)key, place};
+}
+
+// The key of entry `entry` of a tile's list.
+template <class Tile> static __device__ __forceinline__ ListedKey find_listed_key(const AttentionParameters &params,
+                                                                                  const Tile &tile, int entry) {
+    if (lists_of(params).are_pages) return find_key_of_page(params, tile, entry);
+    constexpr ListedKey NONE = {-1, {0, 0}};
+    int key = tile.list[entry];
+    if (key < tile.every_start || key >= tile.every_end) return NONE;
     if (lists_of(params).are_slots) {
-        int page = page_index(params, entry);
-        place = {page, page_slot(params, entry, page)};
-        return true;
+        int page = page_index(params, key);
+        return {key, {page, page_slot(params, key, page)}};
     }
-    if (!params.block_size) {
-        // Bases are those of the tile's sequence.
-        place.token = entry;
-        return true;
-    }
-    find_paged_place(params, tile, entry, place);
-    return place.batch >= 0 && place.batch < params.blocks;
+    // Bases are those of the tile's sequence.
+    if (!params.block_size) return {key, {0, key}};
+    KeyPlace place;
+    find_paged_place(params, tile, key, place);
+    if (place.batch < 0 || place.batch >= params.blocks) return NONE;
+    return {key, place};
 }

@@ -275,25 +275,31 @@ struct CacheParameters {
 };
 static_assert(sizeof(CacheParameters) == 80, "as the host has it");
 
-// Lists of the keys that rows attend to.
+// Lists of the keys that rows attend to, or of the pages that sequences do.
 struct ListParameters {
-    unsigned long long indices; // Entries, i32 [rows, Hkv or 1, len].
-    unsigned long long counts; // Entries of each list that are used, i32 [rows, Hkv or 1]; 0 if all are.
-    TokenStrides index_strides; // Lists; no stride of heads where all share a list.
+    // Entries, i32 [rows, Hkv or 1, len]; pages, i32 [Hkv or 1, sequences, len / block_size].
+    unsigned long long indices;
+    // Entries of each list that are used, i32 [rows, Hkv or 1] or [Hkv or 1, sequences]; 0 if all are.
+    unsigned long long counts;
+    // Lists, from row to row or from sequence to sequence; no stride of heads where all share a list.
+    TokenStrides index_strides;
     TokenStrides count_strides; // Counts, likewise.
     int len; // Entries per list, at most.
     int are_slots; // Whether entries are physical slots of the pool, not positions.
     int sequences; // Sequences: `batch` of the call counts rows.
-    int unused; // Unused, so that no compiler pads.
+    int are_pages; // Whether lists are of pages: an entry is a slot of one of them.
+    // The number of each listed page in its sequence, i32, as `indices`; 0 if pages have no positions.
+    unsigned long long numbers;
+    TokenStrides number_strides; // Numbers, likewise.
 };
-static_assert(sizeof(ListParameters) == 64, "as the host has it");
+static_assert(sizeof(ListParameters) == 88, "as the host has it");
 
 // An attention call whose rows have lists of keys.
 struct ListedParameters {
     AttentionParameters attention; // The call.
     ListParameters lists; // The lists.
 };
-static_assert(sizeof(ListedParameters) == 640, "as the host has it");
+static_assert(sizeof(ListedParameters) == 664, "as the host has it");
 
 // Parameters of `append`: new keys and values, and their slots in the pages.
 struct AppendParameters {

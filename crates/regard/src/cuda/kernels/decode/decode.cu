@@ -64,8 +64,9 @@ struct Worker {
 #if LISTS
         // The rows are heads of one token.
         tile.every_start = start, tile.every_end = end;
-        tile.any_start = 0, tile.any_end = list_len(params, tile.seq.list_row, tile.kv_head);
-        tile.list = list_of(params, tile.seq.list_row, tile.kv_head);
+        tile.any_start = 0, tile.any_end = list_len(params, tile.seq, tile.kv_head);
+        tile.list = list_of(params, tile.seq, tile.kv_head);
+        tile.numbers = numbers_of(params, tile.seq, tile.kv_head);
 #else
         tile.any_start = __shfl_sync(~0u, start, 0);
         tile.every_start = __shfl_sync(~0u, start, 1);
@@ -197,9 +198,7 @@ struct Worker {
             for (int half = 0; half < 2; half++) {
                 int key = first_key + 16 * k + (lane >> 2) + 8 * half;
                 bool present = key >= key_start && key < key_end;
-                KeyPlace place;
-                int entry = present ? tile.list[key] : -1;
-                view.entries[k][half] = find_listed_place(params, tile, entry, place) ? entry : -1;
+                view.entries[k][half] = present ? find_listed_key(params, tile, key).key : -1;
             }
     }
 #endif
@@ -297,9 +296,9 @@ struct Worker {
             long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
 #if LISTS
-            KeyPlace place;
-            if (!find_listed_place(params, tile, tile.list[near], place)) present = false, place = {0, 0};
-            offsets_of(place, key_offset, value_offset);
+            ListedKey listed = find_listed_key(params, tile, near);
+            present = present && listed.key >= 0;
+            offsets_of(listed.place, key_offset, value_offset);
 #else
             locate(near, look_up(near), key_offset, value_offset);
 #endif

@@ -168,9 +168,11 @@ load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims
         long long key_offset = 0, value_offset = 0;
         float scale = 1.0f;
 #if LISTS
-        KeyPlace place;
-        present = present && find_listed_place(w.params, w.tile, w.tile.list[key], place);
+        ListedKey listed = {-1, {0, 0}};
+        if (present) listed = find_listed_key(w.params, w.tile, key);
+        present = listed.key >= 0;
         if (present) {
+            KeyPlace place = listed.place;
             w.offsets_of(place, key_offset, value_offset);
             if (scales)
                 scale = scale_start(

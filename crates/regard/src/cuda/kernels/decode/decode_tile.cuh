@@ -38,6 +38,7 @@ struct Tile {
     const int *table;
 #if LISTS
     const int *list;
+    const int *numbers; // of the list's pages in their sequence, or null
 #endif
     unsigned long long key_base, value_base;
 
