@@ -7,6 +7,7 @@
 
 use super::call::{Call, ItemContext};
 use super::item::{Item, KeyWalk, Task, TileSpan};
+use super::mask_tile::hides_tile;
 use super::merge::{clear, merge_partials, merge_serial_split, store_partials};
 use super::operand::Operand;
 use super::row_block::TileFlags;
@@ -85,7 +86,13 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                 let tile_end = end.min(tile_start + sizes.tile_keys);
                 let valid = start.max(tile_start) - tile_start..tile_end - tile_start;
                 let span = TileSpan { tile_start, valid, end };
-                if list.as_ref().is_some_and(|list| !list.resolve(ctx, &span)) {
+                let last = tile_start + sizes.tile_keys >= end;
+                flags.write_output = writes_in_last_tile && last;
+                // Nothing but the tile itself would be left out.
+                let skippable = !flags.load_queries && !flags.write_output;
+                if list.as_ref().is_some_and(|list| !list.resolve(ctx, &span))
+                    || skippable && hides_tile(ctx, &(0..rows), &span)
+                {
                     tile_start += sizes.tile_keys;
                     continue;
                 }
@@ -97,8 +104,6 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                     KeyWalk::Stream => stream::attend_tile::<V, PAIRED>(ctx, k, v, &span),
                     KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, k, v, &span),
                     KeyWalk::Tile | KeyWalk::Amx => {
-                        let last = tile_start + sizes.tile_keys >= end;
-                        flags.write_output = writes_in_last_tile && last;
                         tile::attend_tile::<V, E, PAIRED>(ctx, k, v, &span, &flags);
                         flags.load_queries = false;
                     }

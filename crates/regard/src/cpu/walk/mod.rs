@@ -9,6 +9,7 @@ pub mod attend;
 pub mod call;
 pub mod item;
 pub mod list_tile;
+pub mod mask_tile;
 pub mod merge;
 pub mod operand;
 pub mod pack;

@@ -3,6 +3,7 @@
 use super::address::RowAddresses;
 use super::call::{ItemContext, OutputView};
 use super::item::{Item, KeyWalk, TileSpan};
+use super::mask_tile::hides_tile;
 use super::pack;
 use super::scratch::RowRange;
 use super::softmax::{MAX_ROWS, ScoreRow, ScoreTile};
@@ -86,6 +87,7 @@ unsafe fn prefetch_rows<V: Vector>(
 }
 
 /// The keys of the tile that at least one of these rows can see, relative to the tile's first key.
+/// None, if a mask hides all of them.
 ///
 /// # Safety
 /// The rows' queries are loaded.
@@ -101,7 +103,8 @@ pub unsafe fn visible_keys(ctx: ItemContext, rows: &Range<usize>, span: &TileSpa
             seen = seen.start.min(visible.start)..seen.end.max(visible.end);
         }
     }
-    seen
+    // SAFETY: same contract.
+    if unsafe { hides_tile(ctx, rows, span) } { 0..0 } else { seen }
 }
 
 /// What [`softmax_rows`] works on.

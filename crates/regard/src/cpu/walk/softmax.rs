@@ -403,17 +403,23 @@ unsafe fn modify_scores<V: Vector>(
 }
 
 /// The mask elements of one row, from a key on.
-struct MaskRow {
-    data: *const u8,
+pub struct MaskRow {
+    pub data: *const u8,
     /// Whether all keys share one element; else elements are contiguous.
-    broadcast: bool,
+    pub broadcast: bool,
 }
 
 impl MaskRow {
-    /// The elements from `key` on.
-    fn new(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, key: usize) -> MaskRow {
+    /// The elements of a token and query head from `key` on.
+    pub fn new(
+        mask: &Tensor,
+        sequence: &Sequence,
+        token: usize,
+        head: usize,
+        key: usize,
+    ) -> MaskRow {
         let (shape, strides) = (mask.shape(), mask.strides());
-        let indices = [sequence.index, row.head, row.token, key];
+        let indices = [sequence.index, head, token, key];
         let mut offset = 0i64;
         for i in 0..4 {
             if shape[i] > 1 {
@@ -437,7 +443,8 @@ impl MaskRow {
 
 #[inline(always)]
 unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
-    let elements = MaskRow::new(mask, sequence, row, tile_start + row.visible.start);
+    let elements =
+        MaskRow::new(mask, sequence, row.token, row.head, tile_start + row.visible.start);
     // SAFETY: the first element is that of the first visible key. The view was checked to have one
     // element per visible key, or one for all.
     unsafe {
@@ -457,7 +464,8 @@ unsafe fn additive_mask<V: Vector, E: Storage>(
     row: &ScoreRow,
     tile_start: usize,
 ) {
-    let elements = MaskRow::new(mask, sequence, row, tile_start + row.visible.start);
+    let elements =
+        MaskRow::new(mask, sequence, row.token, row.head, tile_start + row.visible.start);
     let (from, count) = (elements.data.cast::<E>(), row.visible.len());
     // SAFETY: as `boolean_mask`.
     unsafe {
@@ -591,7 +599,7 @@ unsafe fn modify_listed_scores<V: Vector>(
         }
         if let Some(mask) = &attention.mask {
             if mask.dtype() == DType::Bool {
-                let elements = MaskRow::new(mask, sequence, row, 0);
+                let elements = MaskRow::new(mask, sequence, row.token, row.head, 0);
                 for (i, &key) in keys.iter().enumerate().filter(|(_, key)| **key >= 0) {
                     if elements.at::<u8>(key as usize) == 0 {
                         *row.scores.add(i) = f32::NEG_INFINITY;
@@ -630,7 +638,7 @@ unsafe fn gather_biases(
     keys: &[i32],
     to: &mut [f32; MAX_TILE_KEYS],
 ) {
-    let elements = MaskRow::new(mask, sequence, row, 0);
+    let elements = MaskRow::new(mask, sequence, row.token, row.head, 0);
     for (to, &key) in to.iter_mut().zip(keys) {
         // SAFETY: same contract.
         *to = unsafe {
