@@ -196,19 +196,25 @@ fn an_end_in_the_middle_leaves_whole_files() {
     for i in 0..3000 {
         write(&inputs.join(format!("{i}.safetensors")));
     }
-    let mut child = command(&["run", text(&inputs), "--out", text(&out)])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command starts");
-    let started = Instant::now();
-    while !(out.is_dir() && names(&out).len() > 20) && started.elapsed() < Duration::from_secs(60) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let id = child.id().to_string();
-    assert!(Command::new("kill").args(["-INT", &id]).status().expect("kill").success());
-    let status = child.wait().expect("ends");
-    assert!(status.code().is_none(), "all {} were written before", names(&out).len());
+    // On a busy machine all files may be written before this process looks again.
+    let interrupted = (0..10).any(|_| {
+        let _ = std::fs::remove_dir_all(&out);
+        let mut child = command(&["run", text(&inputs), "--out", text(&out)])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the command starts");
+        let started = Instant::now();
+        while !(out.is_dir() && names(&out).len() > 20)
+            && started.elapsed() < Duration::from_secs(60)
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let id = child.id().to_string();
+        assert!(Command::new("kill").args(["-INT", &id]).status().expect("kill").success());
+        child.wait().expect("ends").code().is_none()
+    });
+    assert!(interrupted, "all {} were written before", names(&out).len());
     let found = names(&out);
     let (results, others): (Vec<_>, Vec<_>) =
         found.iter().partition(|name| name.ends_with(".safetensors"));
