@@ -15,11 +15,18 @@ mod selection;
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
-use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
+use crate::spec::{Granularity, Hide, Keys, MaskSpec, OffsetSpec, Spec};
 use regard::{DType, Window};
 use std::collections::{BTreeMap, BTreeSet};
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Formats of caches that differ from queries.
+const FORMATS: [DType; 6] =
+    [DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0, DType::F16];
+
+const GRANULARITIES: [Granularity; 4] =
+    [Granularity::Token, Granularity::Page, Granularity::Head, Granularity::Tensor];
 
 /// Every case over a cache of the queries' type.
 pub fn list() -> impl Iterator<Item = Spec> {

@@ -5,8 +5,8 @@ use crate::memory::Memory;
 use crate::params::{
     MaskKind, MaskStrides, OffsetKind, RowStrides, TokenStrides, TreeStrides, Window,
 };
-use crate::problem::{Inputs, KvStorage, Problem, QueryStorage};
-use crate::tensor::Dims;
+use crate::problem::{Inputs, KeyLists, KvStorage, Problem, QueryStorage};
+use crate::tensor::{Dims, Tensor};
 use crate::variant::{QueryOffset, Variant};
 
 /// A window bound that nothing reaches. Distances of queries and keys are below 2^48, so sums with
@@ -117,15 +117,14 @@ pub(crate) fn scale_strides(scales: &Dims) -> RowStrides {
     }
 }
 
-/// Strides of lists of keys, or of their counts; no stride of heads where all share a list.
-pub(crate) fn list_strides(lists: &Dims) -> TokenStrides {
-    TokenStrides { token: lists.strides()[0], head: broadcast_stride(lists, 1) }
-}
-
-/// Strides of lists of pages, of their lengths or of their numbers, likewise: from one sequence to
-/// the next in place of rows.
-pub(crate) fn page_list_strides(lists: &Dims) -> TokenStrides {
-    TokenStrides { token: lists.strides()[1], head: broadcast_stride(lists, 0) }
+/// Strides of lists, of their counts or of their numbers, zeros if there are none: from row to row
+/// or, of pages, from sequence to sequence. No stride of heads where all share a list.
+pub(crate) fn list_strides<M: Memory>(lists: KeyLists, tensor: Option<&Tensor<M>>) -> TokenStrides {
+    let (owner, head) = if lists.lists_pages() { (1, 0) } else { (0, 1) };
+    tensor.map_or(TokenStrides::default(), |tensor| TokenStrides {
+        token: tensor.strides()[owner],
+        head: broadcast_stride(tensor, head),
+    })
 }
 
 /// Strides of a mask: a dimension of 1 stands for every index.

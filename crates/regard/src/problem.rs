@@ -13,6 +13,7 @@ mod selection;
 mod shapes;
 mod values;
 
+pub(crate) use lists::ListTensors;
 pub(crate) use page_lists::{ListedKey, PageList};
 pub(crate) use selection::KeyList;
 

@@ -1,10 +1,10 @@
 //! Sequences whose rows attend to lists of pages, per key/value head.
 
-use super::{FLOATS, window};
+use super::{FLOATS, FORMATS, GRANULARITIES, window};
 use crate::case::KvLayout;
 use crate::contents::Sinks;
-use crate::spec::{CacheSpec, Entries, Granularity, Keys, ListSpec, OffsetSpec, Scales, Spec};
-use regard::{DType, ListEntries, Values};
+use crate::spec::{CacheSpec, Entries, Keys, ListSpec, OffsetSpec, Scales, Spec};
+use regard::{ListEntries, Values};
 
 const ENTRIES: [Entries; 3] = [Entries::Any, Entries::Sorted, Entries::All];
 const OF: [ListEntries; 2] = [ListEntries::NumberedPages, ListEntries::Pages];
@@ -86,13 +86,10 @@ fn storage() -> Vec<Spec> {
 
 /// Every format of the cache, and values that are a prefix of the keys.
 fn caches() -> Vec<Spec> {
-    let formats = [DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0, DType::F16];
-    let granularities =
-        [Granularity::Token, Granularity::Page, Granularity::Head, Granularity::Tensor];
     let mut specs = Vec::new();
-    for (i, format) in formats.into_iter().enumerate() {
+    for (i, format) in FORMATS.into_iter().enumerate() {
         for (j, of) in OF.into_iter().enumerate() {
-            let (dtype, granularity) = (FLOATS[(i + j) % 3], granularities[(i + j) % 4]);
+            let (dtype, granularity) = (FLOATS[(i + j) % 3], GRANULARITIES[(i + j) % 4]);
             // Streamed, verified, packed.
             let (query_heads, kv_heads) = [(4, 2), (24, 2), (80, 1)][(i + 2 * j) % 3];
             let name = format!("selection/pages-cache-{format}-{of:?}-{dtype}").to_lowercase();

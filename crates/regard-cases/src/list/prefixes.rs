@@ -1,9 +1,9 @@
 //! Sequences that share their first keys.
 
-use super::{FLOATS, window};
+use super::{FLOATS, FORMATS, GRANULARITIES, window};
 use crate::case::{KvLayout, Layout};
 use crate::contents::Sinks;
-use crate::spec::{CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, Scales, Spec};
+use crate::spec::{CacheSpec, Hide, Keys, MaskSpec, OffsetSpec, Scales, Spec};
 use regard::DType;
 
 const PAGES: Keys = Keys::Paged { block_size: 16, interleaved: false };
@@ -160,12 +160,9 @@ fn features() -> Vec<Spec> {
 
 /// Every format of the cache.
 fn caches() -> Vec<Spec> {
-    let formats = [DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0, DType::F16];
-    let granularities =
-        [Granularity::Token, Granularity::Page, Granularity::Head, Granularity::Tensor];
     let mut specs = Vec::new();
-    for (i, format) in formats.into_iter().enumerate() {
-        let (granularity, dtype) = (granularities[i % 4], FLOATS[i % 3]);
+    for (i, format) in FORMATS.into_iter().enumerate() {
+        let (granularity, dtype) = (GRANULARITIES[i % 4], FLOATS[i % 3]);
         specs.push(
             Spec {
                 keys: PAGES,

@@ -1,6 +1,6 @@
 //! Rows that attend to lists of keys.
 
-use super::{FLOATS, window};
+use super::{FLOATS, FORMATS, GRANULARITIES, window};
 use crate::case::{KvLayout, Layout};
 use crate::contents::Sinks;
 use crate::spec::{
@@ -112,12 +112,9 @@ fn storage() -> Vec<Spec> {
 
 /// Every format of the cache.
 fn caches() -> Vec<Spec> {
-    let formats = [DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0, DType::F16];
-    let granularities =
-        [Granularity::Token, Granularity::Page, Granularity::Head, Granularity::Tensor];
     let mut specs = Vec::new();
-    for (i, format) in formats.into_iter().enumerate() {
-        for (j, granularity) in granularities.into_iter().enumerate() {
+    for (i, format) in FORMATS.into_iter().enumerate() {
+        for (j, granularity) in GRANULARITIES.into_iter().enumerate() {
             let dtype = FLOATS[(i + j) % 3];
             let keys = STORAGE[(i + j) % 4];
             // Streamed, verified, packed.

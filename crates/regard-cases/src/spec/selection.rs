@@ -74,7 +74,7 @@ impl Spec {
         }
     }
 
-    /// The same with positions of queries where lists of pages need them: those of the default.
+    /// The same. Numbered pages get positions of queries: the default ones.
     pub fn with_list_offsets(mut self) -> Spec {
         self.legal_lists();
         self

@@ -8,18 +8,18 @@ use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, pref
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, list_strides, mask_kind, mask_strides, page_list_strides, query_offset,
-    row_strides, scale_strides, tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
+    scale_strides, tree_strides, window,
 };
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
     KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, MapStrides,
-    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TokenStrides, Window,
+    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
-use crate::problem::{Inputs, KvStorage, ListEntries, Outputs, Problem, QueryStorage};
+use crate::problem::{Inputs, KvStorage, ListEntries, ListTensors, Outputs, Problem, QueryStorage};
 use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
 
@@ -271,28 +271,21 @@ pub(super) fn decode_call(
 
 /// The lists of keys of a problem's rows, or of the pages of its sequences.
 fn list_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<ListParameters> {
-    let lists = problem.key_lists?;
-    let attention = &inputs.attention;
-    let (indices, counts) = match lists.lists_pages() {
-        true => (&attention.page_indices, &attention.page_list_lens),
-        false => (&attention.key_indices, &attention.key_counts),
-    };
-    let strides = |tensor: &Option<Tensor<DeviceMemory>>| match (tensor, lists.lists_pages()) {
-        (None, _) => TokenStrides::default(),
-        (Some(tensor), true) => page_list_strides(tensor),
-        (Some(tensor), false) => list_strides(tensor),
-    };
+    let planned = problem.key_lists?;
+    let ListTensors { lists, indices, counts, numbers } = inputs.list_tensors()?;
+    let address = |tensor: Option<&Tensor<DeviceMemory>>| tensor.map_or(0, Tensor::address);
+    let strides = |tensor| list_strides(lists, tensor);
     Some(ListParameters {
         indices: address(indices),
         counts: address(counts),
         index_strides: strides(indices),
         count_strides: strides(counts),
-        len: count(inputs.key_lists().map_or(0, |given| given.len).min(lists.len)),
+        len: count(lists.len.min(planned.len)),
         are_slots: (lists.entries == ListEntries::Slots).into(),
         sequences: count(problem.batch),
         are_pages: lists.lists_pages().into(),
-        numbers: address(&attention.page_numbers),
-        number_strides: strides(&attention.page_numbers),
+        numbers: address(numbers),
+        number_strides: strides(numbers),
     })
 }
 

@@ -9,12 +9,12 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, list_strides, mask_kind, mask_strides, page_list_strides, query_offset,
-    row_strides, scale_strides, tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
+    scale_strides, tree_strides, window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions};
-use crate::problem::{Inputs, KeyLists, KvStorage, ListEntries, Outputs, Problem};
+use crate::problem::{Inputs, KeyLists, KvStorage, ListEntries, ListTensors, Outputs, Problem};
 use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
@@ -299,6 +299,7 @@ fn attention_buffers(
 ) -> [Option<Binding>; BUFFERS] {
     let attention = &inputs.attention;
     let optional = |tensor: &Option<Tensor<MetalMemory>>| tensor.as_ref().and_then(read);
+    let lists = inputs.list_tensors();
     let offsets = match &attention.q_offset {
         QueryOffset::PerSequence(offsets) => read(offsets),
         QueryOffset::BottomRight | QueryOffset::Same(_) => None,
@@ -324,9 +325,9 @@ fn attention_buffers(
         optional(inputs.value_scales()),
         None,
         attention.key_positions.as_ref().and_then(KeyPositions::tensor).and_then(read),
-        optional(&attention.key_indices).or(optional(&attention.page_indices)),
-        optional(&attention.key_counts).or(optional(&attention.page_list_lens)),
-        optional(&attention.page_numbers),
+        lists.as_ref().and_then(|lists| lists.indices).and_then(read),
+        lists.as_ref().and_then(|lists| lists.counts).and_then(read),
+        lists.as_ref().and_then(|lists| lists.numbers).and_then(read),
     ]
 }
 
@@ -575,26 +576,15 @@ fn set_lists(
     problem: &Problem,
     inputs: &Inputs<MetalMemory>,
 ) {
-    let attention = &inputs.attention;
     parameters.sequences = count(problem.batch);
-    parameters.list_len = inputs.key_lists().map_or(0, |lists| count(lists.len));
-    if let Some(indices) = &attention.key_indices {
-        parameters.list_strides = list_strides(indices);
-    }
-    if let Some(counts) = &attention.key_counts {
-        parameters.count_strides = list_strides(counts);
-        parameters.given_key_counts = 1;
-    }
-    if let Some(indices) = &attention.page_indices {
-        parameters.list_strides = page_list_strides(indices);
-    }
-    if let Some(lens) = &attention.page_list_lens {
-        parameters.count_strides = page_list_strides(lens);
-        parameters.given_key_counts = 1;
-    }
-    if let Some(numbers) = &attention.page_numbers {
-        parameters.number_strides = page_list_strides(numbers);
-    }
+    let Some(ListTensors { lists, indices, counts, numbers }) = inputs.list_tensors() else {
+        return;
+    };
+    parameters.list_len = count(lists.len);
+    parameters.list_strides = list_strides(lists, indices);
+    parameters.count_strides = list_strides(lists, counts);
+    parameters.number_strides = list_strides(lists, numbers);
+    parameters.given_key_counts = counts.is_some().into();
 }
 
 /// The kernels' constant LISTS.

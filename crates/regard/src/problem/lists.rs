@@ -1,7 +1,9 @@
 //! What plans know of lists of keys.
 
-use super::{KeyLists, ListEntries};
+use super::{Inputs, KeyLists, ListEntries};
 use crate::error::Error;
+use crate::memory::Memory;
+use crate::tensor::Tensor;
 
 impl KeyLists {
     /// In words, for `Plan::explain`.
@@ -36,6 +38,30 @@ impl KeyLists {
         let owner = if self.lists_pages() { "sequence" } else { "row" };
         let head = if self.per_head { " and key/value head" } else { "" };
         format!("one list per {owner}{head}")
+    }
+}
+
+/// The tensors of a call's lists.
+pub(crate) struct ListTensors<'t, 'a, M: Memory> {
+    pub lists: KeyLists,
+    /// Entries, or pages.
+    pub indices: Option<&'t Tensor<'a, M>>,
+    /// How many entries are used.
+    pub counts: Option<&'t Tensor<'a, M>>,
+    /// The numbers of pages.
+    pub numbers: Option<&'t Tensor<'a, M>>,
+}
+
+impl<'a, M: Memory> Inputs<'a, M> {
+    /// The tensors of lists of keys or of pages, if rows have lists.
+    pub(crate) fn list_tensors(&self) -> Option<ListTensors<'_, 'a, M>> {
+        let (lists, attention) = (self.key_lists()?, &self.attention);
+        let (indices, counts) = match lists.lists_pages() {
+            true => (&attention.page_indices, &attention.page_list_lens),
+            false => (&attention.key_indices, &attention.key_counts),
+        };
+        let numbers = attention.page_numbers.as_ref();
+        Some(ListTensors { lists, indices: indices.as_ref(), counts: counts.as_ref(), numbers })
     }
 }
 

@@ -210,7 +210,7 @@ unsafe fn compute_scores<V: Vector, const PAIRED: bool>(
     }
 }
 
-/// P = softmax(S), but for the exponentials.
+/// P = softmax(S), without the exponentials, which are computed beside later products.
 ///
 /// # Safety
 /// As [`softmax_rows`].

@@ -109,12 +109,8 @@ pub unsafe fn softmax_step<V: Vector, const PAIRED: bool>(
         }
         rescale_factors::<V>(rows.len(), &old_maxima, &mut maxima, &mut rescale);
         if let Some(subtract) = tile.exponentials_later {
-            for i in 0..rows.len() {
-                states[i] = State { max: maxima[i], sum: states[i].sum * rescale[i] };
-                factors[i] = rescale[i];
-                maxima[i] = subtracted(maxima[i]);
-            }
-            subtract.set(maxima);
+            factors.copy_from_slice(&rescale[..rows.len()]);
+            leave_exponentials(states, maxima, factors, subtract);
             return;
         }
         exponentiate::<V, PAIRED>(tile, &maxima, &mut vectors);
@@ -163,9 +159,20 @@ pub unsafe fn unmodified_maxima<V: Vector>(
         }
         rescale_factors::<V>(states.len(), &old_maxima, &mut maxima, factors);
     }
-    for (row, state) in states.iter_mut().enumerate() {
-        *state = State { max: maxima[row], sum: state.sum * factors[row] };
-        maxima[row] = subtracted(maxima[row]);
+    leave_exponentials(states, maxima, factors, subtract);
+}
+
+/// Updates the states by everything but the exponentials, which are computed later.
+#[inline(always)]
+fn leave_exponentials(
+    states: &mut [State],
+    mut maxima: [f32; MAX_ROWS],
+    factors: &[f32],
+    subtract: &Cell<[f32; MAX_ROWS]>,
+) {
+    for ((state, max), factor) in states.iter_mut().zip(&mut maxima).zip(factors) {
+        *state = State { max: *max, sum: state.sum * factor };
+        *max = subtracted(*max);
     }
     subtract.set(maxima);
 }
