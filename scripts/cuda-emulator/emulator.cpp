@@ -60,9 +60,17 @@ static const EmulatedLaunch *launch;
 // The thread that runs, from the kernel's first line to its last.
 static void call_kernel() {
 #if defined(DECODE_LATENT)
-    if (launch->combines) return combine(*launch->attention);
+    if (launch->combines) return combine(CALL);
+#if LISTS
+    decode(CALL);
+#else
+    if (launch->schedules) return schedule_ctas(*launch->attention);
     decode(*launch->attention, launch->maps->key);
+#endif
 #elif defined(DECODE)
+#if !LISTS
+    if (launch->schedules) return schedule_ctas(*launch->attention);
+#endif
 #if TILE_ROWS > 8 && CACHE != 4 && !LISTS
     if (launch->combines) return combine(*launch->attention);
 #endif
@@ -113,8 +121,8 @@ extern "C" int run(const EmulatedLaunch *what) {
     emu_late = launch->copies_late;
     std::mt19937 rng(launch->seed);
 #ifdef DECODE_LATENT
-    // `combine` has no clusters, and of decode kernels the launch counts blocks.
-    const unsigned size = launch->combines ? 1 : CLUSTER_SIZE, across = launch->blocks[0] / size;
+    // `combine` and `schedule_ctas` have no clusters, and of decode kernels the launch counts blocks.
+    const unsigned size = launch->combines || launch->schedules ? 1 : CLUSTER_SIZE, across = launch->blocks[0] / size;
 #else
     const unsigned size = CLUSTER_SIZE, across = launch->blocks[0];
 #endif

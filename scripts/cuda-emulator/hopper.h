@@ -28,6 +28,11 @@ static inline void arrive(MB &m) {
     settle(m);
 }
 static inline void mbarrier_arrive(unsigned a) { arrive(mb(a)); }
+static inline void mbarrier_arrive_copies(unsigned a) {
+    cp_async_commit();
+    cp_async_wait<0>();
+    arrive(mb(a));
+}
 static inline void mbarrier_arrive_remote(unsigned a, unsigned block) { arrive(mb(a, blocks[block])); }
 static inline void st_async_remote(unsigned to, unsigned number, unsigned barrier, unsigned block) {
     emu_at(to, 4);
@@ -102,8 +107,10 @@ static inline void tma_store(const TensorMap &map, unsigned from, const TmaCoord
             if (to) memcpy(to, emu_at(swz(from + r * 128 + 2 * i), 2), 2);
         }
 }
+static inline void bulk_store(void *to, unsigned from, int bytes) { memcpy(to, emu_at(from, bytes), bytes); }
 static inline void tma_store_commit() {}
 static inline void tma_store_wait() {}
+static inline void tma_store_finish() {}
 static inline void prefetch_tensor_map(const TensorMap &) {}
 static inline void fence_proxy_async() {}
 static inline void fence_mbarrier_init() {}

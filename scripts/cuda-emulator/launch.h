@@ -6,6 +6,7 @@ struct EmulatedLaunch {
     const TensorMaps *maps;
     const CacheParameters *cache;
     bool combines;      // `combine` of a decode module, not `decode`
+    bool schedules;     // its `schedule_ctas`
     const PrefixParameters *prefix;
     enum { SCHEDULE, PREFIX_ITEMS, MERGE_PREFIX } entry; // of a module for prefix groups
     const ListedParameters *listed; // of rows with lists of keys

@@ -75,6 +75,7 @@ ASSEMBLY = [
     ("st.global.v2.f32", store("global", "float", 2)),
     ("mov.u32 %0, dynamic_shared", lambda o, i: f"{o[0]} = 0;"),
     ("griddepcontrol", lambda o, i: ""),
+    ("fence.acq_rel", lambda o, i: ""),
     ("ld.shared.b32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
     ("ld.shared.b16", lambda o, i: f"{o[0]} = *(unsigned short *)emu_at({i[0]}, 2);"),
     ("ld.shared.v4.f32", load("shared", "float", 4)),

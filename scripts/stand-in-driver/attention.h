@@ -137,7 +137,24 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
 // A key that a row attends to: its number, from which its position follows, and what has its address.
 struct RowKey {
     long long key, address;
+    bool in_second; // cache
 };
+
+// The pools of keys and values.
+struct Pools {
+    AttentionParameters attention;
+    CacheParameters cache;
+};
+
+// A call that reads the second cache in place of the first.
+inline Pools pools_of_second(const AttentionParameters &p, const CacheParameters &cache, const SecondCache &second) {
+    Pools pools = {p, cache};
+    pools.attention.keys = second.keys, pools.attention.values = second.values;
+    pools.attention.blocks = second.blocks, pools.attention.block_size = second.block_size;
+    pools.cache.key_scales = second.key_scales, pools.cache.value_scales = second.value_scales;
+    pools.cache.key_scale_strides = second.key_scale_strides, pools.cache.value_scale_strides = second.value_scale_strides;
+    return pools;
+}
 
 // The score of a key, minus infinity where it is hidden. `row` has room for the key.
 inline double score_of(const AttentionParameters &p, const CacheParameters &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
@@ -184,7 +201,7 @@ template <class Sees> std::vector<RowKey> keys_of_pages(const AttentionParameter
             key = int_at(lists.numbers, at(lists.number_strides) + page) * (long long)p.block_size + slot;
             if (key < 0 || key >= 0x7fffffff || !sees(key)) continue;
         }
-        keys.push_back({key, block * p.block_size + slot});
+        keys.push_back({key, block * p.block_size + slot, false});
     }
     return keys;
 }
@@ -194,7 +211,7 @@ inline std::vector<RowKey> keys_of(const AttentionParameters &p, const Sequence 
                                    long long end) {
     std::vector<RowKey> keys;
     if (!lists) {
-        for (long long key = first; key < end; key++) keys.push_back({key, key});
+        for (long long key = first; key < end; key++) keys.push_back({key, key, false});
         return keys;
     }
     long long row = p.cu_seqlens_q ? s.q_start + token : (long long)s.index * p.query_len + token;
@@ -206,7 +223,15 @@ inline std::vector<RowKey> keys_of(const AttentionParameters &p, const Sequence 
             int page = int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size);
             if (page < 0 || page >= p.blocks) continue;
         }
-        keys.push_back({key, key});
+        keys.push_back({key, key, false});
+    }
+    const SecondCache &second = lists->second;
+    if (!second.indices) return keys;
+    len = second.counts ? int_at(second.counts, row * second.count_strides.token + kv_head * second.count_strides.head) : second.len;
+    const long long slots = std::min((long long)second.blocks * second.block_size, 0x7fffffffll);
+    for (int i = 0; i < len; i++) {
+        long long slot = int_at(second.indices, row * second.index_strides.token + kv_head * second.index_strides.head + i);
+        if (slot >= 0 && slot < slots) keys.push_back({slot, slot, true});
     }
     return keys;
 }
@@ -234,9 +259,12 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
     unmasked.mask_kind = MaskKind::None;
     const std::vector<RowKey> keys =
         has_pages ? keys_of_pages(p, s, *lists, head / p.group, sees) : keys_of(p, s, lists, token, head / p.group, first, end);
+    const Pools first_cache = {p, cache}, second_cache = lists ? pools_of_second(p, cache, lists->second) : first_cache;
     for (RowKey key : keys) {
         MapKind tile = tile_of(t, s, token, head, key.key);
-        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(tile == MapKind::Full ? unmasked : p, cache, s, token, head, query, row, key));
+        const AttentionParameters &of_key = key.in_second ? second_cache.attention : tile == MapKind::Full ? unmasked : p;
+        const CacheParameters &stored = key.in_second ? second_cache.cache : cache;
+        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(of_key, stored, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
@@ -245,7 +273,9 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
         if (scores[i] == -INFINITY) continue;
         double weight = std::exp(scores[i] - most);
         sum += weight;
-        load_stored(p, s, p.values, cache.value_format, cache.value_scales, cache.value_scale_strides, keys[i].address, head / p.group, p.value_dim, value);
+        const Pools &pools = keys[i].in_second ? second_cache : first_cache;
+        load_stored(pools.attention, s, pools.attention.values, pools.cache.value_format, pools.cache.value_scales, pools.cache.value_scale_strides,
+                    keys[i].address, head / p.group, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
     long long to = s.index * p.out.strides.batch + place * p.out.strides.token + head * p.out.strides.head;

@@ -52,6 +52,8 @@ Graph *captured = nullptr; // where launches go while a stream is captured
 
 bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entry == "prefix" || entry == "merge_prefix"; }
 
+bool is_of_decode(const std::string &entry) { return entry == "decode" || entry == "combine" || entry == "schedule_ctas"; }
+
 void run(const Launch &launch) {
     const Function &function = *launch.function;
     const long long all = 1ll << 40;
@@ -68,10 +70,10 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
-    if (function.emulated && (entry == "prefill" || entry == "mask_map" || entry == "decode" || entry == "combine")) {
-        EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "combine"};
+    if (function.emulated && (entry == "prefill" || entry == "mask_map" || is_of_decode(entry))) {
+        EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "combine", entry == "schedule_ctas"};
         // Kernels of prefill take tiles from a counter: two blocks (or clusters of them), so that they share it.
-        bool fixed = entry == "decode" || entry == "combine";
+        bool fixed = is_of_decode(entry);
         emulated.blocks[0] = fixed ? launch.blocks[0] : 2;
         emulated.blocks[1] = fixed ? launch.blocks[1] : 1;
         emulated.threads = launch.threads;
@@ -99,15 +101,15 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     const std::string &entry = launch.function->entry;
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
     if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
-    if (entry == "decode" || entry == "combine" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    if (is_of_decode(entry) || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
     if (is_of_prefix(entry)) {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.prefix = *(const PrefixParameters *)arguments[1];
     }
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
-    if (entry == "decode" && launch.function->has_lists) launch.listed = *(const ListedParameters *)arguments[0];
-    if (entry == "decode" && launch.function->is_latent) {
+    if (is_of_decode(entry) && launch.function->has_lists) launch.listed = *(const ListedParameters *)arguments[0];
+    if (entry == "decode" && launch.function->is_latent && !launch.function->has_lists) {
         launch.maps.key = *(const TensorMap *)arguments[1];
         if (!expect_latent(launch.attention, launch.maps.key)) return 1;
     }

@@ -63,8 +63,8 @@ impl CacheFormat {
     /// The format of an operand's bytes; `None` for those that have none.
     pub(crate) fn for_argument(&self, argument: &str) -> Option<regard::DType> {
         match argument {
-            "k" => self.keys,
-            "v" => self.values,
+            "k" | "second_k" => self.keys,
+            "v" | "second_v" => self.values,
             _ => None,
         }
     }

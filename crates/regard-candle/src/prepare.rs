@@ -42,7 +42,7 @@ pub(crate) fn option(name: &str, x: &Tensor) -> Result<Tensor> {
             _ => unit_stride(x),
         },
         // Of any strides: between the codes, for example.
-        "k_scales" | "v_scales" => match x.dtype() {
+        "k_scales" | "v_scales" | "second_k_scales" | "second_v_scales" => match x.dtype() {
             DType::F16 | DType::BF16 | DType::F64 => x.to_dtype(DType::F32),
             _ => Ok(x.clone()),
         },

@@ -101,6 +101,10 @@
 // Option of a problem with `REGARD_LISTS_OF_PAGES`: `page_numbers` will be given.
 #define REGARD_PAGE_NUMBERS (1 << 21)
 
+// Option of a problem with `REGARD_KEY_LISTS`: `second_indices` will be given; `second_list_len`
+// counts.
+#define REGARD_SECOND_LISTS (1 << 22)
+
 // Option of a tensor: its field `strides` is used. A stride of 0 gives every index of that
 // dimension the same elements, as `expand` of other libraries does. Without this option the tensor
 // is contiguous.
@@ -385,6 +389,20 @@ typedef struct regard_operands {
   // The shape of `page_indices`, i32: the number of each listed block in its sequence. Needs
   // `REGARD_Q_OFFSET` or `q_offsets`. Without it, nothing that needs positions may be given.
   const struct regard_tensor *page_numbers;
+  // `[blocks, block_size, Hkv, Dk]`: a second pool of keys, of the type of `k`. Its blocks may
+  // be of another size.
+  const struct regard_tensor *second_k;
+  // Likewise of values. Null with `REGARD_VALUES_KEY_PREFIX`: values are in `second_k`.
+  const struct regard_tensor *second_v;
+  // f32: the scales of `second_k`, as `k_scales` of `k`.
+  const struct regard_tensor *second_k_scales;
+  // Likewise of `second_v`.
+  const struct regard_tensor *second_v_scales;
+  // `[rows, Hkv or 1, n]` i32: a second list of each row of `q`, of physical slots of the second
+  // pools. One softmax runs over both lists. Needs `key_indices` and `REGARD_INDICES_ARE_SLOTS`.
+  const struct regard_tensor *second_indices;
+  // `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
+  const struct regard_tensor *second_counts;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -438,6 +456,8 @@ typedef struct regard_problem {
   int64_t key_stride;
   // Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
   int64_t prefix_groups;
+  // With `REGARD_SECOND_LISTS`: entries of the longest second list.
+  int64_t second_list_len;
 } regard_problem;
 
 // New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what
@@ -592,6 +612,28 @@ regard_status regard_plan_run(const struct regard_plan *plan,
                               void *workspace,
                               size_t workspace_bytes,
                               void *stream);
+
+// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
+// share prefixes. All layers of a step have the same lengths, so one call serves all of them:
+// `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
+// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
+// graph can have both. On the CPU and on Metal this does nothing.
+regard_status regard_plan_schedule(const struct regard_plan *plan,
+                                   const struct regard_operands *operands,
+                                   void *workspace,
+                                   size_t workspace_bytes,
+                                   void *stream);
+
+// `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
+// same bits. That call was before this one, on the same stream or in order with it, with the same
+// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
+// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
+// has written lengths, offsets, block tables or prefix groups.
+regard_status regard_plan_run_scheduled(const struct regard_plan *plan,
+                                        const struct regard_operands *operands,
+                                        void *workspace,
+                                        size_t workspace_bytes,
+                                        void *stream);
 
 // Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
 // quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or

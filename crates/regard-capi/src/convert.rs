@@ -1,11 +1,11 @@
 //! From the structs of C to regard's own, every number and pointer checked.
 
+use crate::lists::{key_lists, list_options};
 use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
-    Attention, DType, Error, Host, Inputs, KeyLayout, KeyLists, KeyOffset, KeyPositions, KvStorage,
-    ListEntries, MAX_KEY_STRIDE, Memory, Outputs, QueryOffset, QueryStorage, TensorMut, Values,
-    Window,
+    Attention, DType, Error, Host, Inputs, KeyLayout, KeyOffset, KeyPositions, KvStorage,
+    MAX_KEY_STRIDE, Memory, Outputs, QueryOffset, QueryStorage, TensorMut, Values, Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -166,7 +166,7 @@ fn dtype_number(dtype: DType) -> i32 {
 }
 
 /// A count, as regard wants it.
-fn count(argument: &str, number: i64) -> Result<usize, Failure> {
+pub fn count(argument: &str, number: i64) -> Result<usize, Failure> {
     usize::try_from(number).map_err(|_| bad(argument, number, "a number from 0 up"))
 }
 
@@ -398,7 +398,7 @@ impl Options {
     }
 
     /// A number that counts with its option only; given without it, something was forgotten.
-    fn number<T: Default + PartialEq + std::fmt::Display>(
+    pub fn number<T: Default + PartialEq + std::fmt::Display>(
         &self,
         name: &str,
         option: (u32, &str),
@@ -487,6 +487,7 @@ const OF_PROBLEM: u32 = SHARED
     | REGARD_LISTS_PER_HEAD
     | REGARD_LISTS_OF_PAGES
     | REGARD_PAGE_NUMBERS
+    | REGARD_SECOND_LISTS
     | REGARD_RAGGED_QUERIES
     | REGARD_RAGGED_KEYS;
 
@@ -543,6 +544,12 @@ pub unsafe fn operands<'a, M: Place>(
         page_indices: given(operands.page_indices),
         page_list_lens: given(operands.page_list_lens),
         page_numbers: given(operands.page_numbers),
+        second_k: given(operands.second_k),
+        second_v: given(operands.second_v),
+        second_k_scales: given(operands.second_k_scales),
+        second_v_scales: given(operands.second_v_scales),
+        second_indices: given(operands.second_indices),
+        second_counts: given(operands.second_counts),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| {
@@ -645,55 +652,16 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
                 Some(_) => Some(KeyLayout::RoundRobin),
             },
         },
-        key_lists: key_lists(&options, given.list_len)?,
+        key_lists: key_lists(&options, given)?,
         prefix_groups: count("prefix_groups", given.prefix_groups)?,
         lse: options.has(REGARD_LSE),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     })
 }
 
-/// The properties of key lists that plans depend on.
-fn key_lists(options: &Options, list_len: i64) -> Result<Option<KeyLists>, Failure> {
-    let lists = (REGARD_KEY_LISTS, "REGARD_KEY_LISTS");
-    let len = options.number("list_len", lists, list_len)?;
-    let forms = [
-        (REGARD_LISTS_PER_HEAD, "REGARD_LISTS_PER_HEAD"),
-        (REGARD_INDICES_ARE_SLOTS, "REGARD_INDICES_ARE_SLOTS"),
-        (REGARD_LISTS_OF_PAGES, "REGARD_LISTS_OF_PAGES"),
-        (REGARD_PAGE_NUMBERS, "REGARD_PAGE_NUMBERS"),
-    ];
-    let [per_head, slots, pages, numbers] = forms.map(|(option, _)| options.has(option));
-    let Some(len) = len else {
-        return match forms.into_iter().find(|&(option, _)| options.has(option)) {
-            None => Ok(None),
-            Some((_, name)) => {
-                let found = format!("{name} without lists");
-                Err(bad("problem.options", found, "REGARD_KEY_LISTS too"))
-            }
-        };
-    };
-    let entries = match (slots, pages, numbers) {
-        (false, false, false) => ListEntries::Keys,
-        (true, false, false) => ListEntries::Slots,
-        (false, true, false) => ListEntries::Pages,
-        (false, true, true) => ListEntries::NumberedPages,
-        (false, false, true) => {
-            let allowed = "REGARD_LISTS_OF_PAGES too";
-            return Err(bad("problem.options", "REGARD_PAGE_NUMBERS alone", allowed));
-        }
-        (true, ..) => {
-            let found = "REGARD_INDICES_ARE_SLOTS with lists of pages";
-            return Err(bad("problem.options", found, "one of the two"));
-        }
-    };
-    Ok(Some(KeyLists { len: count("list_len", len)?, per_head, entries }))
-}
-
 /// A problem of regard's, as C knows it.
 pub fn c_problem(problem: &regard::Problem) -> types::Problem {
     let variant = &problem.variant;
-    let entries = problem.key_lists.map(|lists| lists.entries);
-    let numbered = entries == Some(ListEntries::NumberedPages);
     let features = [
         (variant.causal, REGARD_CAUSAL),
         (variant.window.left.is_some(), REGARD_WINDOW_LEFT),
@@ -703,11 +671,6 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         (variant.alibi, REGARD_ALIBI),
         (variant.sinks, REGARD_SINKS),
         (variant.tree, REGARD_TREE),
-        (problem.key_lists.is_some(), REGARD_KEY_LISTS),
-        (problem.key_lists.is_some_and(|lists| lists.per_head), REGARD_LISTS_PER_HEAD),
-        (entries == Some(ListEntries::Slots), REGARD_INDICES_ARE_SLOTS),
-        (entries == Some(ListEntries::Pages) || numbered, REGARD_LISTS_OF_PAGES),
-        (numbered, REGARD_PAGE_NUMBERS),
         (variant.key_positions.is_some(), REGARD_KEY_POSITIONS),
         (problem.lse, REGARD_LSE),
         (problem.batch_invariant, REGARD_BATCH_INVARIANT),
@@ -741,7 +704,8 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         out_dtype: dtype_number(problem.out_dtype),
         mask_dtype: variant.mask.map_or(0, dtype_number),
         options: features
-            .iter()
+            .into_iter()
+            .chain(list_options(problem.key_lists))
             .filter(|(used, _)| *used)
             .fold(0, |bits, (_, option)| bits | option),
         // A plan's chunk is below 2^31.
@@ -750,6 +714,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         key_dtype: dtype_number(problem.key_dtype),
         value_dtype: dtype_number(problem.value_dtype),
         list_len: problem.key_lists.map_or(0, |lists| number(lists.len)),
+        second_list_len: problem.key_lists.map_or(0, |lists| number(lists.second.unwrap_or(0))),
         key_stride: match variant.key_positions {
             None => 0,
             Some(KeyLayout::Contiguous) => 1,

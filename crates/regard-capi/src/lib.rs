@@ -15,6 +15,7 @@ mod convert;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
+mod lists;
 #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 mod metal;
 mod status;
@@ -240,7 +241,24 @@ pub unsafe extern "C" fn regard_plan_run(
 ) -> Status {
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
-        let Plan { plan, runner, .. } = expect_plan(plan)?;
+        run(expect_plan(plan)?, operands, workspace, workspace_bytes, stream, false)
+    })
+}
+
+/// Runs a plan on operands, on CUDA with the schedule in the workspace if there is one.
+///
+/// # Safety
+/// As [`regard_plan_run`], or [`regard_plan_run_scheduled`].
+unsafe fn run(
+    Plan { plan, runner, .. }: &Plan,
+    operands: *const Operands,
+    workspace: *mut c_void,
+    workspace_bytes: usize,
+    stream: *mut c_void,
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] scheduled: bool,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's promise.
+    unsafe {
         let operands = convert::read("operands", operands)?;
         match runner {
             Runner::Cpu(executor) => {
@@ -253,11 +271,12 @@ pub unsafe extern "C" fn regard_plan_run(
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => {
                 let (inputs, mut outputs) = convert::operands(&operands)?;
-                let workspace = regard::cuda::RawWorkspace {
-                    address: workspace as u64,
-                    bytes: workspace_bytes,
-                };
-                gpu.run_raw(plan, stream.cast(), &inputs, &mut outputs, workspace)?;
+                let (stream, workspace) =
+                    (stream.cast(), device_workspace(workspace, workspace_bytes));
+                match scheduled {
+                    true => gpu.run_scheduled(plan, stream, &inputs, &mut outputs, workspace)?,
+                    false => gpu.run_raw(plan, stream, &inputs, &mut outputs, workspace)?,
+                }
             }
             #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
             Runner::Metal(gpu) => {
@@ -268,6 +287,67 @@ pub unsafe extern "C" fn regard_plan_run(
             Runner::Absent => return Err(not_here(plan)),
         }
         Ok(())
+    }
+}
+
+/// A workspace in device memory.
+#[cfg(feature = "cuda")]
+fn device_workspace(address: *mut c_void, bytes: usize) -> regard::cuda::RawWorkspace {
+    regard::cuda::RawWorkspace { address: address as u64, bytes }
+}
+
+/// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
+/// share prefixes. All layers of a step have the same lengths, so one call serves all of them:
+/// `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
+/// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
+/// graph can have both. On the CPU and on Metal this does nothing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_schedule(
+    plan: *const Plan,
+    operands: *const Operands,
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] workspace: *mut c_void,
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] workspace_bytes: usize,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let Plan { plan, runner, .. } = expect_plan(plan)?;
+        let operands = convert::read("operands", operands)?;
+        match runner {
+            Runner::Cpu(_) => {
+                expect_no_stream(stream)?;
+                convert::operands::<Host>(&operands)?;
+            }
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(_) => {}
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => {
+                let (inputs, outputs) = convert::operands(&operands)?;
+                let workspace = device_workspace(workspace, workspace_bytes);
+                gpu.schedule(plan, stream.cast(), &inputs, &outputs, workspace)?;
+            }
+            Runner::Absent => return Err(not_here(plan)),
+        }
+        Ok(())
+    })
+}
+
+/// `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
+/// same bits. That call was before this one, on the same stream or in order with it, with the same
+/// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
+/// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
+/// has written lengths, offsets, block tables or prefix groups.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_run_scheduled(
+    plan: *const Plan,
+    operands: *const Operands,
+    workspace: *mut c_void,
+    workspace_bytes: usize,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        run(expect_plan(plan)?, operands, workspace, workspace_bytes, stream, true)
     })
 }
 

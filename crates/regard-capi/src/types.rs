@@ -125,6 +125,9 @@ pub const REGARD_KEY_POSITIONS: u32 = 1 << 19;
 pub const REGARD_LISTS_OF_PAGES: u32 = 1 << 20;
 /// Option of a problem with `REGARD_LISTS_OF_PAGES`: `page_numbers` will be given.
 pub const REGARD_PAGE_NUMBERS: u32 = 1 << 21;
+/// Option of a problem with `REGARD_KEY_LISTS`: `second_indices` will be given; `second_list_len`
+/// counts.
+pub const REGARD_SECOND_LISTS: u32 = 1 << 22;
 
 /// Option of a tensor: its field `strides` is used. A stride of 0 gives every index of that
 /// dimension the same elements, as `expand` of other libraries does. Without this option the tensor
@@ -278,6 +281,21 @@ pub struct Operands {
     /// The shape of `page_indices`, i32: the number of each listed block in its sequence. Needs
     /// `REGARD_Q_OFFSET` or `q_offsets`. Without it, nothing that needs positions may be given.
     pub page_numbers: *const Tensor,
+
+    /// `[blocks, block_size, Hkv, Dk]`: a second pool of keys, of the type of `k`. Its blocks may
+    /// be of another size.
+    pub second_k: *const Tensor,
+    /// Likewise of values. Null with `REGARD_VALUES_KEY_PREFIX`: values are in `second_k`.
+    pub second_v: *const Tensor,
+    /// f32: the scales of `second_k`, as `k_scales` of `k`.
+    pub second_k_scales: *const Tensor,
+    /// Likewise of `second_v`.
+    pub second_v_scales: *const Tensor,
+    /// `[rows, Hkv or 1, n]` i32: a second list of each row of `q`, of physical slots of the second
+    /// pools. One softmax runs over both lists. Needs `key_indices` and `REGARD_INDICES_ARE_SLOTS`.
+    pub second_indices: *const Tensor,
+    /// `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
+    pub second_counts: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -418,6 +436,8 @@ pub struct Problem {
     pub key_stride: i64,
     /// Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
     pub prefix_groups: i64,
+    /// With `REGARD_SECOND_LISTS`: entries of the longest second list.
+    pub second_list_len: i64,
 }
 
 /// Work that an executor's threads are to do.
@@ -469,8 +489,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 112);
-    assert!(size_of::<Operands>() == 256);
+    assert!(size_of::<Operands>() == 304);
     assert!(size_of::<Append>() == 104);
-    assert!(size_of::<Problem>() == 152);
+    assert!(size_of::<Problem>() == 160);
     assert!(size_of::<Device>() == 56);
 };

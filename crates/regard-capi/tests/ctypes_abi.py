@@ -45,6 +45,8 @@ class Operands(ctypes.Structure):
         + [("key_offset", c_int64), ("key_stride", c_int64)]
         + [(name, POINTER(Tensor)) for name in ("prefix_groups", "prefix_lens")]
         + [(name, POINTER(Tensor)) for name in ("page_indices", "page_list_lens", "page_numbers")]
+        + [(name, POINTER(Tensor)) for name in ("second_k", "second_v", "second_k_scales", "second_v_scales")]
+        + [(name, POINTER(Tensor)) for name in ("second_indices", "second_counts")]
     )
 
 
@@ -55,7 +57,7 @@ class Problem(ctypes.Structure):
         + [(name, c_int64) for name in ("query_rows", "block_size", "window_left", "window_right")]
         + [("dtype", c_int32), ("out_dtype", c_int32), ("mask_dtype", c_int32), ("options", c_uint32)]
         + [("chunk", c_uint32), ("reserved", c_uint32), ("key_dtype", c_int32), ("value_dtype", c_int32)]
-        + [("list_len", c_int64), ("key_stride", c_int64), ("prefix_groups", c_int64)]
+        + [("list_len", c_int64), ("key_stride", c_int64), ("prefix_groups", c_int64), ("second_list_len", c_int64)]
     )
 
 
@@ -104,6 +106,8 @@ def load(path):
         "regard_append_run": (c_int32, [POINTER(Append), POINTER(Device), c_void_p]),
         "regard_merge_run": (c_int32, [POINTER(Merge), POINTER(Device), c_void_p]),
         "regard_plan_run": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
+        "regard_plan_schedule": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
+        "regard_plan_run_scheduled": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(regard, name)

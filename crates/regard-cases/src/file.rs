@@ -208,7 +208,7 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
         "q" | "out" => {
             &[(Dtype::F32, DType::F32), (Dtype::F16, DType::F16), (Dtype::BF16, DType::BF16)]
         }
-        "k" | "v" => &[
+        "k" | "v" | "second_k" | "second_v" => &[
             (Dtype::F32, DType::F32),
             (Dtype::F16, DType::F16),
             (Dtype::BF16, DType::BF16),
@@ -224,7 +224,8 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
             (Dtype::F16, DType::F16),
             (Dtype::BF16, DType::BF16),
         ],
-        "alibi_slopes" | "sinks" | "k_scales" | "v_scales" | "lse" => &[(Dtype::F32, DType::F32)],
+        "alibi_slopes" | "sinks" | "k_scales" | "v_scales" | "second_k_scales"
+        | "second_v_scales" | "lse" => &[(Dtype::F32, DType::F32)],
         _ => &[(Dtype::I32, DType::I32)],
     };
     let Some(&(_, dtype)) = allowed.iter().find(|(dtype, _)| *dtype == view.dtype()) else {
@@ -316,8 +317,16 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
                 let dim = value.as_u64().and_then(|dim| usize::try_from(dim).ok());
                 value_dim = Some(dim.ok_or_else(|| wrong(key, value, "a whole number from 1 up"))?);
             }
-            "k_format" if !null => case.k = blocks("k", &case.k, value)?,
-            "v_format" if !null => case.v = blocks("v", &case.v, value)?,
+            "k_format" if !null => {
+                case.k = blocks("k", &case.k, value)?;
+                let second = case.attention.second_k.take();
+                case.attention.second_k = second.map(|k| blocks("k", &k, value)).transpose()?;
+            }
+            "v_format" if !null => {
+                case.v = blocks("v", &case.v, value)?;
+                let second = case.attention.second_v.take();
+                case.attention.second_v = second.map(|v| blocks("v", &v, value)).transpose()?;
+            }
             "k_format" | "v_format" | "layout" | "kv_layout" | "scale" | "softcap" | "causal"
             | "window" | "chunk" | "q_offset" | "key_offset" | "key_stride"
             | "indices_are_slots" | "value_dim" => {}

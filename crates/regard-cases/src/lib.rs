@@ -24,6 +24,6 @@ pub use case::{Case, KvLayout, Layout, Output};
 pub use contents::{Contents, Numbers, Sinks, Slopes, Trees};
 pub use place::MemorySpec;
 pub use spec::{
-    CacheSpec, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec, OffsetSpec,
-    OperandMemory, PrefixSpec, Scales, SequenceSpec, Spec,
+    CacheSpec, Caches, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec,
+    OffsetSpec, OperandMemory, PrefixSpec, Scales, SequenceSpec, Spec,
 };

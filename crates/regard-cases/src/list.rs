@@ -11,6 +11,7 @@ mod pairs;
 mod positions;
 mod prefill;
 mod prefixes;
+mod second_lists;
 mod selection;
 
 use crate::case::{KvLayout, Layout};
@@ -69,7 +70,13 @@ pub fn prefixes() -> impl Iterator<Item = Spec> {
 
 /// The cases whose rows attend to lists of keys.
 pub fn selection() -> impl Iterator<Item = Spec> {
-    selection::selection().into_iter().chain(page_lists::page_lists()).map(Spec::legal)
+    let groups = [
+        selection::selection(),
+        latent::selection(),
+        page_lists::page_lists(),
+        second_lists::second_lists(),
+    ];
+    groups.into_iter().flatten().map(Spec::legal)
 }
 
 /// The cases over caches of another type than queries.

@@ -12,6 +12,7 @@ mod outline;
 mod page_lists;
 mod positions;
 mod prefix;
+mod second_list;
 mod selection;
 
 use cache::Operand;
@@ -19,6 +20,7 @@ pub use cache::{CacheSpec, Granularity, Scales};
 use page_lists::PageListTensors;
 pub use positions::KeyPositionsSpec;
 pub use prefix::PrefixSpec;
+pub use second_list::Caches;
 pub use selection::{Entries, ListSpec};
 
 /// One sequence of a batch.
@@ -376,6 +378,7 @@ impl Spec {
             case.attention.page_indices = Some(indices);
             (case.attention.page_list_lens, case.attention.page_numbers) = (lens, numbers);
         }
+        self.divide_lists(&mut case);
         if let Some([groups, lens]) = self.prefix_tensors() {
             (case.attention.prefix_groups, case.attention.prefix_lens) = (Some(groups), Some(lens));
         }

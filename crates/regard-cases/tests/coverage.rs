@@ -107,6 +107,7 @@ fn general_modules_accept_everything() {
             | Feature::HeadLists
             | Feature::ListCounts
             | Feature::SlotLists
+            | Feature::SecondLists
             | Feature::PageLists
             | Feature::PageNumbers => true,
             // A module reads one kind of cache.

@@ -225,6 +225,14 @@ struct BenchArguments {
     /// Leave operands in the caches: no rotation over copies
     #[arg(long, conflicts_with = "from")]
     warm: bool,
+    /// Compute the schedule of a step once per N runs, as a model of N layers does (CUDA only)
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..),
+        conflicts_with = "from"
+    )]
+    layers: Option<u32>,
     /// Seconds to run each shape, at least
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = seconds)]
     seconds: f64,
@@ -428,6 +436,7 @@ fn measure(arguments: &BenchArguments) -> Result<u8, Stop> {
         layouts: &arguments.layout,
         lengths: &arguments.lengths,
         warm: arguments.warm,
+        layers: arguments.layers.map(|layers| layers as usize),
         device: &arguments.device.device,
         effort: bench::Effort {
             time: Duration::from_secs_f64(arguments.seconds),

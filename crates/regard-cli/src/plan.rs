@@ -241,7 +241,12 @@ fn problem_json(problem: &Problem) -> Value {
                 ListEntries::Pages => "pages",
                 _ => "numbered-pages",
             };
-            json!({ "len": lists.len, "per_head": lists.per_head, "entries": entries })
+            json!({
+                "len": lists.len,
+                "per_head": lists.per_head,
+                "entries": entries,
+                "second": lists.second,
+            })
         }),
         "prefix_groups": problem.prefix_groups,
         "lse": problem.lse,

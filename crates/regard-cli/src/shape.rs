@@ -7,7 +7,7 @@ use regard::{
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 34] = [
+const KEYS: [(&str, &str); 35] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -35,6 +35,7 @@ const KEYS: [(&str, &str); 34] = [
     ("list", "entries in each row's list of the keys that it attends to"),
     ("list-heads", "a list per row and key/value head"),
     ("slots", "lists hold physical slots of the pool"),
+    ("second-list", "entries in each row's second list, into a second cache (with slots)"),
     ("list-pages", "lists hold pages of the pool, for the rows of a sequence"),
     ("list-numbers", "lists hold pages with their numbers in the sequence"),
     ("groups", "prefix groups, at most: sequences that share their first pages"),
@@ -272,8 +273,12 @@ impl<'a> Words<'a> {
                 entries = listed;
             }
         }
+        let second = self.number("second-list")?;
         match self.number("list")? {
-            Some(len) => Ok(Some(KeyLists { len, per_head, entries })),
+            Some(len) => Ok(Some(KeyLists { len, per_head, entries, second })),
+            None if second.is_some() => {
+                Err(Error::argument("second-list", "given", "with list=N and slots"))
+            }
             None if per_head => Err(Error::argument("list-heads", "given", "with list=N")),
             None => Ok(None),
         }
@@ -337,7 +342,12 @@ mod tests {
                 tree: false,
                 key_positions: Some(KeyLayout::RoundRobin),
             },
-            key_lists: Some(KeyLists { len: 64, per_head: true, entries: ListEntries::Keys }),
+            key_lists: Some(KeyLists {
+                len: 64,
+                per_head: true,
+                entries: ListEntries::Keys,
+                second: None,
+            }),
             prefix_groups: 0,
             lse: true,
             batch_invariant: true,

@@ -113,6 +113,11 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// page_list_lens: i32 `[Hkv or 1, B]`: the keys of each list of pages; all slots if None.
 /// page_numbers: i32, the shape of page_indices: the number of each listed block in its sequence;
 ///     needs `q_offset`. Without it nothing that needs positions may be given.
+/// second_k, second_v: pools of a second cache, of the types of k and v, for second_indices; no
+///     second_v with value_dim. second_k_scales, second_v_scales: their scales.
+/// second_indices: i32 `[rows, Hkv or 1, n]`: slots of the second cache that each row of q attends
+///     to as well, beside key_indices; needs indices_are_slots.
+/// second_counts: i32 `[rows, Hkv or 1]`: the entries of each second list that are used.
 /// prefix_groups: i32 `[B]`: the prefix group of each sequence, -1 for none. Sequences of a group
 ///     share their first keys (the first entries of their rows of `block_table` are equal), which
 ///     may then be read once for all of them.
@@ -144,6 +149,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
         page_indices=None, page_list_lens=None, page_numbers=None, \
+        second_k=None, second_v=None, second_k_scales=None, second_v_scales=None, \
+        second_indices=None, second_counts=None, \
         prefix_groups=None, prefix_lens=None, indices_are_slots=False, \
         kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \

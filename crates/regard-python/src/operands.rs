@@ -142,6 +142,12 @@ fn tensor<'a>(
         "page_indices" => ("page_indices", &mut attention.page_indices),
         "page_list_lens" => ("page_list_lens", &mut attention.page_list_lens),
         "page_numbers" => ("page_numbers", &mut attention.page_numbers),
+        "second_k" => ("second_k", &mut attention.second_k),
+        "second_v" => ("second_v", &mut attention.second_v),
+        "second_k_scales" => ("second_k_scales", &mut attention.second_k_scales),
+        "second_v_scales" => ("second_v_scales", &mut attention.second_v_scales),
+        "second_indices" => ("second_indices", &mut attention.second_indices),
+        "second_counts" => ("second_counts", &mut attention.second_counts),
         "prefix_groups" => ("prefix_groups", &mut attention.prefix_groups),
         "prefix_lens" => ("prefix_lens", &mut attention.prefix_lens),
         _ => return None,
@@ -342,6 +348,12 @@ impl<'py> Call<'py> {
         if let (Some(v), Some(format)) = (&mut self.v, v_format) {
             v.stored_as(format)?;
         }
+        let Attention { second_k, second_v, .. } = &mut self.attention;
+        for (pool, format) in [(second_k, k_format), (second_v, v_format)] {
+            if let (Some(pool), Some(format)) = (pool, format) {
+                pool.stored_as(format)?;
+            }
+        }
         let paged = self.attention.block_table.is_some()
             || self.attention.indices_are_slots
             || self.attention.page_indices.is_some();
@@ -363,9 +375,19 @@ impl<'py> Call<'py> {
     fn swap_keys(&mut self, layout: &str) -> Result<(), Fault> {
         self.k.swap_heads(4, layout)?;
         self.v.as_mut().map_or(Ok(()), |v| v.swap_heads(4, layout))?;
-        let Attention { k_scales, v_scales, .. } = &mut self.attention;
-        let mut scales = [k_scales, v_scales].into_iter().flatten();
-        scales.try_for_each(|scales| scales.swap_heads(3, layout))
+        let Attention {
+            k_scales,
+            v_scales,
+            second_k,
+            second_v,
+            second_k_scales,
+            second_v_scales,
+            ..
+        } = &mut self.attention;
+        let mut pools = [second_k, second_v].into_iter().flatten();
+        pools.try_for_each(|pool| pool.swap_heads(4, layout))?;
+        let scales = [k_scales, v_scales, second_k_scales, second_v_scales];
+        scales.into_iter().flatten().try_for_each(|scales| scales.swap_heads(3, layout))
     }
 
     fn arrays(&self) -> impl Iterator<Item = &Array> {

@@ -196,6 +196,8 @@ impl Plan {
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
         page_indices=None, page_list_lens=None, page_numbers=None, \
+        second_k=None, second_v=None, second_k_scales=None, second_v_scales=None, \
+        second_indices=None, second_counts=None, \
         prefix_groups=None, prefix_lens=None, indices_are_slots=False, \
         kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
@@ -229,7 +231,9 @@ impl Plan {
         alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
         cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
         key_indices=None, key_counts=None, page_indices=None, page_list_lens=None, \
-        page_numbers=None, prefix_groups=None, prefix_lens=None, \
+        page_numbers=None, second_k=None, second_v=None, second_k_scales=None, \
+        second_v_scales=None, second_indices=None, second_counts=None, \
+        prefix_groups=None, prefix_lens=None, \
         stream=None)"
     )]
     fn run(

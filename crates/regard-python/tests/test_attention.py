@@ -80,6 +80,24 @@ def test_physical_slots(normal):
         regard.attention(q, k, v, key_indices=slots, indices_are_slots=True, causal=True)
 
 
+def test_second_cache(normal):
+    q, k, v = normal(2, 1, HEADS, DIM), normal(6, 4, KV_HEADS, DIM), normal(6, 4, KV_HEADS, DIM)
+    first = np.array([[[5, 0, -1]], [[9, 24, 1]]], np.int32)
+    second = np.array([[[7, 3]], [[11, 99]]], np.int32)
+    want = regard.attention(q, k, v, key_indices=np.concatenate([first, second], 2), indices_are_slots=True)
+    lists = {"key_indices": first, "second_indices": second, "indices_are_slots": True}
+    # The same keys, in pages of another size.
+    pools = [np.ascontiguousarray(x.reshape(3, 8, KV_HEADS, DIM)) for x in (k, v)]
+    found = regard.attention(q, k, v, second_k=pools[0], second_v=pools[1], **lists)
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+    heads_first = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k, v, *pools)]
+    first_k, first_v, second_k, second_v = heads_first
+    found = regard.attention(q, first_k, first_v, second_k=second_k, second_v=second_v, kv_layout="hnd", **lists)
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(regard.ArgumentError, match="second_v"):
+        regard.attention(q, k, v, second_k=pools[0], **lists)
+
+
 def test_lists_of_pages(normal):
     q, k, v = normal(1, 2, HEADS, DIM), normal(6, 4, KV_HEADS, DIM), normal(6, 4, KV_HEADS, DIM)
     table, lens = np.array([[4, 1, 3]], np.int32), np.array([10], np.int32)

@@ -477,6 +477,15 @@ impl<'a> RowOperands<'a> {
             Some(KeyList::Pages(pages)) => {
                 (0..pages.len).filter(|&entry| pages.key(entry).is_some()).collect()
             }
+            Some(KeyList::TwoPools([first, second])) => {
+                let slots = |list: &[i32], slots: usize| {
+                    let slot = list.iter().filter_map(|&entry| usize::try_from(entry).ok());
+                    slot.filter(|&slot| slot < slots).collect::<Vec<_>>()
+                };
+                let of_second = slots(second, self.inputs.second_slots());
+                let of_second = of_second.into_iter().map(|slot| kv_len + slot);
+                slots(first, kv_len).into_iter().chain(of_second).collect()
+            }
             Some(KeyList::Keys(list)) => {
                 let index = list.iter().filter_map(|&entry| usize::try_from(entry).ok());
                 index.filter(|&key| key < kv_len && self.is_mapped(key)).collect()
@@ -496,12 +505,25 @@ impl<'a> RowOperands<'a> {
         (0.0..self.inputs.k.shape()[0] as f64).contains(&block)
     }
 
+    /// The slot of the second cache that a key is, numbered after those of the first.
+    fn second_slot(&self, key: usize) -> Option<usize> {
+        self.inputs.attention.second_indices?;
+        key.checked_sub(self.sequence.kv_len)
+    }
+
     fn read_key(&self, key: usize) -> Stored {
-        let scales = &self.inputs.attention.k_scales;
-        self.read(&self.inputs.k, scales, key, self.key_dim())
+        let attention = &self.inputs.attention;
+        if let (Some(slot), Some(keys)) = (self.second_slot(key), &attention.second_k) {
+            return self.read(keys, &attention.second_k_scales, slot, self.key_dim());
+        }
+        self.read(&self.inputs.k, &attention.k_scales, key, self.key_dim())
     }
 
     fn read_value(&self, key: usize) -> Stored {
+        if let (Some(slot), Some(values)) = (self.second_slot(key), self.inputs.second_values()) {
+            let scales = self.inputs.second_value_scales();
+            return self.read(&values, scales, slot, self.value_dim());
+        }
         self.read(&self.inputs.v, self.inputs.value_scales(), key, self.value_dim())
     }
 

@@ -177,6 +177,8 @@ parameters! {
     StreamK {
         /// Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
         partial_ranges: u64,
+        /// Workspace: the work of each CTA, as `schedule_ctas` left it; 0 if decode finds it.
+        schedule: u64,
         /// Work of all tiles if the host knows that all lengths are equal; else 0.
         work_total: i64,
         /// Work per CTA.
@@ -404,6 +406,37 @@ parameters! {
         /// Unused, so that no compiler pads.
         unused: i32,
     }
+    /// A second cache, and the list of its slots that each row attends to as well.
+    SecondCache {
+        /// Slots, i32 [rows, Hkv or 1, len]; 0 if there are no second lists.
+        indices: u64,
+        /// Entries of each list that are used, i32 [rows, Hkv or 1]; 0 if all are.
+        counts: u64,
+        /// Lists, from row to row; no stride of heads where all share a list.
+        index_strides: TokenStrides,
+        /// Counts, likewise.
+        count_strides: TokenStrides,
+        /// Pool of keys [blocks, block_size, Hkv, Dk].
+        keys: KvTensor,
+        /// Pool of values.
+        values: KvTensor,
+        /// Scales of keys, f32 [blocks, block_size, Hkv]; 0 where the format has none.
+        key_scales: u64,
+        /// Scales of values, likewise.
+        value_scales: u64,
+        /// Scales of keys; 0 where broadcast.
+        key_scale_strides: RowStrides,
+        /// Scales of values, likewise.
+        value_scale_strides: RowStrides,
+        /// Entries per list, at most.
+        len: i32,
+        /// Pages in the pool.
+        blocks: i32,
+        /// Slots per page.
+        block_size: i32,
+        /// log2 of the slots per page, -1 if that is no power of 2.
+        block_shift: i32,
+    }
     /// Lists of the keys that rows attend to, or of the pages that sequences do.
     ListParameters {
         /// Entries, i32 [rows, Hkv or 1, len]; pages, i32 [Hkv or 1, sequences, len / block_size].
@@ -429,6 +462,8 @@ parameters! {
         numbers: u64,
         /// Numbers, likewise.
         number_strides: TokenStrides,
+        /// The second cache and its lists.
+        second: SecondCache,
     }
     /// An attention call whose rows have lists of keys.
     ListedParameters {
@@ -536,7 +571,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 22] = [
+const CUDA: [Layout; 23] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -555,6 +590,7 @@ const CUDA: [Layout; 22] = [
     PrefixGroup::LAYOUT,
     PrefixParameters::LAYOUT,
     CacheParameters::LAYOUT,
+    SecondCache::LAYOUT,
     ListParameters::LAYOUT,
     ListedParameters::LAYOUT,
     AppendParameters::LAYOUT,

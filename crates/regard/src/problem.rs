@@ -3,12 +3,14 @@
 //! shapes, types and strides of operands in any memory, `contents` the contents of operands in the
 //! host's memory. Later code relies on both.
 
+mod check_scales;
 mod contents;
 mod describe;
 mod key_shape;
 mod lists;
 mod page_lists;
 mod prefix;
+mod second_list;
 mod selection;
 mod shapes;
 mod values;
@@ -95,6 +97,8 @@ pub struct KeyLists {
     pub per_head: bool,
     /// What the lists list.
     pub entries: ListEntries,
+    /// Entries of the longest second list, into a second cache, if there are second lists.
+    pub second: Option<usize>,
 }
 
 /// What lists of keys list.
@@ -424,6 +428,10 @@ impl Problem {
         if let Some((planned, found)) = self.covers_lists(other)? {
             let lists = self.key_lists.expect("covered: both have lists");
             at_most(lists.argument(), planned, found)?;
+            let second = |problem: &Problem| problem.key_lists.and_then(|lists| lists.second);
+            let (planned, found) = (second(self), second(other));
+            given("second_indices", planned.is_some(), found.is_some())?;
+            at_most("second_indices", planned.unwrap_or(0), found.unwrap_or(0))?;
         }
         given("prefix_groups", self.prefix_groups > 0, other.prefix_groups > 0)?;
         at_most("prefix_lens", self.prefix_groups, other.prefix_groups)?;

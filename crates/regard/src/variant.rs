@@ -154,6 +154,21 @@ pub struct Attention<T> {
     /// slot `s` of it is at position `number * block_size + s`. Pages of a negative number, and
     /// positions from 2^31 - 1 on, are skipped. Needs `q_offset`.
     pub page_numbers: Option<T>,
+    /// `[blocks, block_size, Hkv, Dk]`: a second pool of keys, of the type of `k`, for
+    /// `second_indices`. Blocks may be of another size than those of `k`.
+    pub second_k: Option<T>,
+    /// Likewise for values. With [`Values::KeyPrefix`] not given: values are in `second_k`.
+    pub second_v: Option<T>,
+    /// The scales of `second_k`, as `k_scales` are those of `k`.
+    pub second_k_scales: Option<T>,
+    /// Likewise for values.
+    pub second_v_scales: Option<T>,
+    /// `[rows, Hkv]` or `[rows, 1]`, and entries, `i32`: a second list of each query row, of
+    /// physical slots of `second_k` and `second_v`: one softmax runs over the entries of both
+    /// lists. Needs `key_indices` and `indices_are_slots`.
+    pub second_indices: Option<T>,
+    /// The entries of each second list that are used, as `key_counts`.
+    pub second_counts: Option<T>,
     /// `[B]` `i32`: the prefix group of each sequence, below `G`, or -1 for none. Sequences of a
     /// group share their first keys: the block-table entries that hold them are the same. Groups
     /// change no result within the tolerance: they let a backend read a shared prefix once for all
@@ -168,7 +183,7 @@ pub struct Attention<T> {
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 19;
+const MAX_TENSORS: usize = 25;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -209,6 +224,12 @@ impl<T> Attention<T> {
             page_indices: tensor("page_indices"),
             page_list_lens: tensor("page_list_lens"),
             page_numbers: tensor("page_numbers"),
+            second_k: tensor("second_k"),
+            second_v: tensor("second_v"),
+            second_k_scales: tensor("second_k_scales"),
+            second_v_scales: tensor("second_v_scales"),
+            second_indices: tensor("second_indices"),
+            second_counts: tensor("second_counts"),
             prefix_groups: tensor("prefix_groups"),
             prefix_lens: tensor("prefix_lens"),
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
@@ -243,6 +264,12 @@ impl<T> Attention<T> {
             page_indices: self.page_indices.as_ref(),
             page_list_lens: self.page_list_lens.as_ref(),
             page_numbers: self.page_numbers.as_ref(),
+            second_k: self.second_k.as_ref(),
+            second_v: self.second_v.as_ref(),
+            second_k_scales: self.second_k_scales.as_ref(),
+            second_v_scales: self.second_v_scales.as_ref(),
+            second_indices: self.second_indices.as_ref(),
+            second_counts: self.second_counts.as_ref(),
             prefix_groups: self.prefix_groups.as_ref(),
             prefix_lens: self.prefix_lens.as_ref(),
             q_offset: match &self.q_offset {
@@ -289,6 +316,12 @@ impl<T> Attention<T> {
             page_indices: each("page_indices", self.page_indices)?,
             page_list_lens: each("page_list_lens", self.page_list_lens)?,
             page_numbers: each("page_numbers", self.page_numbers)?,
+            second_k: each("second_k", self.second_k)?,
+            second_v: each("second_v", self.second_v)?,
+            second_k_scales: each("second_k_scales", self.second_k_scales)?,
+            second_v_scales: each("second_v_scales", self.second_v_scales)?,
+            second_indices: each("second_indices", self.second_indices)?,
+            second_counts: each("second_counts", self.second_counts)?,
             prefix_groups: each("prefix_groups", self.prefix_groups)?,
             prefix_lens: each("prefix_lens", self.prefix_lens)?,
             q_offset: match self.q_offset {

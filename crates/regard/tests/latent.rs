@@ -17,6 +17,11 @@ fn with_own_values(case: &Case) -> Case {
     own.attention.values = Values::Separate;
     own.attention.v_scales = case.attention.k_scales.clone();
     own.v = case.v.to_contiguous().expect("a view of the keys");
+    own.attention.second_v = case.attention.second_k.as_ref().map(|keys| {
+        let values = keys.prefix(case.value_dim()).and_then(|values| values.to_contiguous());
+        values.expect("a view of the keys")
+    });
+    own.attention.second_v_scales = case.attention.second_k_scales.clone();
     own
 }
 

@@ -268,7 +268,8 @@ fn a_plan_takes_no_lists_but_those_it_is_for() {
 #[test]
 fn gpus_plan_lists_of_any_length() {
     for len in [0, 1, 2048, 100_000] {
-        let key_lists = Some(KeyLists { len, per_head: false, entries: ListEntries::Keys });
+        let key_lists =
+            Some(KeyLists { len, per_head: false, entries: ListEntries::Keys, second: None });
         let problem = Problem { kv_len: 65536, key_lists, ..Problem::new(DType::BF16, 128) };
         for name in ["h200", "a100", "m3-max"] {
             let plan = Plan::new(&problem, &name.parse::<Machine>().unwrap()).unwrap();

@@ -115,6 +115,12 @@ pub fn with_operands<R>(
         page_indices: pointer(tensors.page_indices.as_ref()),
         page_list_lens: pointer(tensors.page_list_lens.as_ref()),
         page_numbers: pointer(tensors.page_numbers.as_ref()),
+        second_k: pointer(tensors.second_k.as_ref()),
+        second_v: pointer(tensors.second_v.as_ref()),
+        second_k_scales: pointer(tensors.second_k_scales.as_ref()),
+        second_v_scales: pointer(tensors.second_v_scales.as_ref()),
+        second_indices: pointer(tensors.second_indices.as_ref()),
+        second_counts: pointer(tensors.second_counts.as_ref()),
     };
     work(&operands)
 }

@@ -45,17 +45,21 @@ const PREFIX_CASES: &str = "--cases prefixes/";
 
 /// Modules that the search does not look for, each with what tries it: those for another purpose
 /// than attention, and those for prefix groups, which run beside a decode module.
-pub const OTHERS: [(&str, &str); 13] = [
+pub const OTHERS: [(&str, &str); 17] = [
     ("append", "--laws=append"),
     ("merge", "--laws=merge"),
     ("ceiling", "regard bench"),
+    ("prefix_f16_64_64_plain_sm90", PREFIX_CASES),
     ("prefix_f16_64_64_plain_sm80", PREFIX_CASES),
     ("prefix_f16_64_64_general_sm80", PREFIX_CASES),
+    ("prefix_f16_128_128_plain_sm90", PREFIX_CASES),
     ("prefix_f16_128_128_plain_sm80", PREFIX_CASES),
     ("prefix_f16_128_128_general_sm80", PREFIX_CASES),
     ("prefix_f16_256_256_general_sm80", PREFIX_CASES),
+    ("prefix_bf16_64_64_plain_sm90", PREFIX_CASES),
     ("prefix_bf16_64_64_plain_sm80", PREFIX_CASES),
     ("prefix_bf16_64_64_general_sm80", PREFIX_CASES),
+    ("prefix_bf16_128_128_plain_sm90", PREFIX_CASES),
     ("prefix_bf16_128_128_plain_sm80", PREFIX_CASES),
     ("prefix_bf16_128_128_general_sm80", PREFIX_CASES),
     ("prefix_bf16_256_256_general_sm80", PREFIX_CASES),
@@ -112,6 +116,9 @@ const DECODE: [[usize; 5]; 20] = [
     [18, 32, 1, 600, 3],
 ];
 
+/// Groups that fill more than tiles of 64 rows with one token.
+const WIDE_GROUPS: [[usize; 5]; 3] = [[1, 72, 1, 70, 3], [2, 128, 1, 700, 2], [1, 160, 1, 600, 2]];
+
 /// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys
 /// and more than modules for short ones take.
 const PREFILL: [[usize; 5]; 9] = [
@@ -132,6 +139,9 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let (shapes, page_keys) = match &module.config {
         Config::Prefix(_) => return None,
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
+        Config::Decode(config) if config.lists && config.cache == Cache::Latent => {
+            ([&DECODE[..], &WIDE_GROUPS].concat(), 64)
+        }
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
     let less = |keys, values| (head_dim - keys, value_dim - values);

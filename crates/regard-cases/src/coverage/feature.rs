@@ -2,8 +2,8 @@
 
 use crate::case::{KvLayout, Layout};
 use crate::spec::{
-    CacheSpec, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec, MaxLens,
-    OffsetSpec, Scales, Spec,
+    CacheSpec, Caches, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec,
+    MaxLens, OffsetSpec, Scales, Spec,
 };
 use regard::{DType, ListEntries, Values};
 use std::fmt;
@@ -68,6 +68,7 @@ features! {
     HeadLists "lists-per-head" "A list of keys per row and key/value head.";
     ListCounts "list-counts" "Lists of keys whose entries in use are counted.";
     SlotLists "lists-slots" "Lists of physical slots.";
+    SecondLists "lists-second" "A second list of physical slots, into a second cache.";
     PageLists "lists-pages" "Lists of pages.";
     PageNumbers "lists-page-numbers" "Lists of pages with their numbers in the sequence.";
     HeadMajor "bhsd" "Heads before tokens in memory.";
@@ -227,6 +228,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         HeadLists => spec.lists.is_some_and(|lists| lists.per_head) && spec.kv_heads > 1,
         ListCounts => spec.lists.is_some_and(|lists| lists.counts),
         SlotLists => spec.lists_slots(),
+        SecondLists => spec.lists.is_some_and(|lists| lists.caches != Caches::One),
         PageLists => spec.lists_pages(),
         PageNumbers => spec.has_page_numbers(),
         HeadMajor => head_major,
@@ -308,7 +310,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
         CodeCache | BlockCache | FloatCache | KeyPrefix => add_cache(feature, &mut spec),
-        KeyLists | HeadLists | ListCounts | SlotLists | PageLists | PageNumbers => {
+        KeyLists | HeadLists | ListCounts | SlotLists | SecondLists | PageLists | PageNumbers => {
             add_to_lists(feature, &mut spec)
         }
         HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
@@ -529,6 +531,11 @@ fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
         Feature::ListCounts => lists.counts = true,
         Feature::SlotLists => {
             lists.of = ListEntries::Slots;
+            return paged;
+        }
+        Feature::SecondLists => {
+            lists.of = ListEntries::Slots;
+            lists.caches = Caches::Two { second: lists.len / 2 };
             return paged;
         }
         Feature::PageLists if lists.of == ListEntries::NumberedPages => {}

@@ -356,12 +356,12 @@ fn with_needed(added: Features, wanted: Features) -> Features {
     use Feature::*;
     let any = |of: &[Feature]| of.iter().any(|&feature| wanted.has(feature));
     let mut added = added;
-    if any(&[HeadMajorPages, OnePool, SlotLists, PageLists, PageNumbers])
+    if any(&[HeadMajorPages, OnePool, SlotLists, SecondLists, PageLists, PageNumbers])
         && !any(&[PagesLarge, PagesSmall, PagesOdd])
     {
         added = added.with(PagesSmall);
     }
-    if any(&[HeadLists, ListCounts, SlotLists, PageLists, PageNumbers]) {
+    if any(&[HeadLists, ListCounts, SlotLists, SecondLists, PageLists, PageNumbers]) {
         added = added.with(KeyLists);
     }
     if any(&[MaskBroadcast]) && !any(&[MaskBool, MaskF32, MaskF16, MaskBf16]) {

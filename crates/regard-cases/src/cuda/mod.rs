@@ -25,6 +25,8 @@ pub struct Runner {
     /// The plan of the last run.
     plan: Option<Plan>,
     garbage: u8,
+    /// Runs that read one schedule; `None` for one run without.
+    layers: Option<usize>,
 }
 
 /// The default contents of workspaces: NaN.
@@ -42,7 +44,7 @@ impl Runner {
         unsafe { gpu.context().disable_event_tracking() };
         let stream =
             gpu.context().new_stream().map_err(|error| driver_error("making a stream", error))?;
-        Ok(Runner { gpu, stream, plan: None, garbage: GARBAGE })
+        Ok(Runner { gpu, stream, plan: None, garbage: GARBAGE, layers: None })
     }
 
     /// The GPU.
@@ -63,6 +65,12 @@ impl Runner {
     /// From now on, workspaces hold this byte but for their counters.
     pub fn set_garbage(&mut self, garbage: u8) {
         self.garbage = garbage;
+    }
+
+    /// From now on, a run is a schedule and that many runs that read it, as the layers of a step
+    /// do; `None` for one run without a schedule.
+    pub fn set_layers(&mut self, layers: Option<usize>) {
+        self.layers = layers;
     }
 
     /// Runs a problem: for [`Case::run`](crate::Case::run).
@@ -123,16 +131,25 @@ impl Runner {
                     .map_err(|error| driver_error("recording an event", error))
             };
             let begin = event()?;
+            let (raw, address) = (stream.cu_stream(), workspace.raw());
             // SAFETY: the stream is of this GPU, and everything lives until it has been waited for
-            // below.
+            // below. Between the schedule and its runs nothing else is queued.
             unsafe {
-                self.gpu.run_raw(
-                    &plan,
-                    stream.cu_stream(),
-                    &device_inputs,
-                    &mut device_outputs,
-                    workspace.raw(),
-                )?;
+                if self.layers.is_some() {
+                    self.gpu.schedule(&plan, raw, &device_inputs, &device_outputs, address)?;
+                }
+                for _ in 0..self.layers.unwrap_or(0) {
+                    self.gpu.run_scheduled(
+                        &plan,
+                        raw,
+                        &device_inputs,
+                        &mut device_outputs,
+                        address,
+                    )?;
+                }
+                if self.layers.is_none() {
+                    self.gpu.run_raw(&plan, raw, &device_inputs, &mut device_outputs, address)?;
+                }
             }
             let end = event()?;
             let elapsed = begin

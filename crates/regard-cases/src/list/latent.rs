@@ -4,9 +4,10 @@ use super::{FLOATS, window};
 use crate::case::{KvLayout, Layout};
 use crate::place::MemorySpec;
 use crate::spec::{
-    CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Scales, Spec,
+    CacheSpec, Caches, Entries, Granularity, Hide, Keys, ListSpec, MaskSpec, OffsetSpec,
+    OperandMemory, Scales, Spec,
 };
-use regard::DType;
+use regard::{DType, ListEntries};
 
 /// Dims of keys and of values: those of models, and others around vectors.
 const DIMS: [(usize, usize); 8] =
@@ -82,6 +83,52 @@ fn heads() -> Vec<Spec> {
         let name = format!("latent/{query_heads}-over-{kv_heads}-{dtype}");
         let spec = Spec::new(name).lengths(&[(1, 100), (1, 65)]).heads(query_heads, kv_heads);
         specs.push(Spec { keys: paged(64), ..spec.latent(576, 512).dtype(dtype) });
+    }
+    specs
+}
+
+/// Selected keys of 576/512: tiles of 16, 64 and 128 heads, full and not, of every kind of list,
+/// shorter and longer than a K tile.
+pub(super) fn selection() -> Vec<Spec> {
+    let heads = [(1, 1), (16, 1), (17, 1), (64, 1), (72, 1), (128, 1), (130, 1), (40, 2)];
+    let lengths = [1, 63, 64, 65, 130, 190, 700, 2050];
+    let kinds = [
+        (Keys::Batched { slack: 3 }, ListEntries::Keys, false),
+        (paged(16), ListEntries::Keys, false),
+        (paged(64), ListEntries::Slots, false),
+        (paged(7), ListEntries::Slots, true),
+        (paged(32), ListEntries::NumberedPages, false),
+    ];
+    let mut specs = Vec::new();
+    for (i, (query_heads, kv_heads)) in heads.into_iter().enumerate() {
+        for (j, (keys, of, two)) in kinds.into_iter().enumerate() {
+            let (dtype, len) = ([DType::BF16, DType::F16][(i + j) % 2], lengths[(i + 3 * j) % 8]);
+            let second = len / 3;
+            let lists = ListSpec {
+                of,
+                per_head: kv_heads > 1,
+                counts: (i + j) % 3 != 0,
+                caches: if two { Caches::Two { second } } else { Caches::default() },
+                ..ListSpec::new(len, [Entries::Any, Entries::Sorted, Entries::All][(i + j) % 3])
+            };
+            let name = format!("selection/latent-{query_heads}-{kv_heads}-{len}-{of:?}-{two}");
+            let spec = Spec {
+                keys,
+                causal: matches!(of, ListEntries::Keys | ListEntries::NumberedPages),
+                ragged_queries: j % 2 == 1,
+                lse: i % 2 == 0,
+                out_dtype: if i % 4 == 3 { DType::F32 } else { dtype },
+                core: query_heads == 17,
+                ..Spec::new(name.to_lowercase())
+            };
+            let lengths = match i % 3 {
+                0 => vec![(1, 900), (1, 0), (1, 130)],
+                1 => vec![(3, 2200), (3, 70)],
+                _ => vec![(2, 2100)],
+            };
+            let spec = spec.lengths(&lengths).heads(query_heads, kv_heads).latent(576, 512);
+            specs.push(spec.dtype(dtype).lists(lists));
+        }
     }
     specs
 }

@@ -3,7 +3,8 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{Entries, Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec, Spec};
+use crate::spec::Spec;
+use crate::spec::{Caches, Entries, Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec};
 use regard::{DType, ListEntries, Values};
 
 type Axis = (&'static str, &'static str);
@@ -258,7 +259,10 @@ fn lists(spec: &Spec) -> Vec<Axis> {
     let Some(lists) = spec.lists else {
         return vec![("lists", "no"), ("list entries", "no lists")];
     };
+    let has_two = matches!(lists.caches, Caches::Two { .. });
     let kind = match (lists.of, lists.per_head) {
+        (ListEntries::Slots, false) if has_two => "slots of two caches per row",
+        (ListEntries::Slots, true) if has_two => "slots of two caches per row and head",
         (ListEntries::Keys, false) => "per row",
         (ListEntries::Keys, true) => "per row and head",
         (ListEntries::Slots, false) => "slots per row",

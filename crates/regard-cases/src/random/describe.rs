@@ -3,7 +3,9 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, PrefixSpec, Spec};
+use crate::spec::{
+    CacheSpec, Caches, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, PrefixSpec, Spec,
+};
 use regard::{ListEntries, Values, Window};
 
 /// The parts of a description.
@@ -120,7 +122,7 @@ fn masks_and_lists(spec: &Spec, words: &mut Words) {
         words.add(format!("mask {} of {broadcast} hiding {hide}", mask.dtype));
     }
     words.add_if(spec.tree, format!("tree of {:?} bits", spec.tree_kind).to_lowercase());
-    if let Some(ListSpec { len, entries, per_head, counts, of }) = spec.lists {
+    if let Some(ListSpec { len, entries, per_head, counts, of, caches }) = spec.lists {
         let entries = format!("{entries:?}").to_lowercase();
         let of = match of {
             ListEntries::Keys => "keys",
@@ -130,7 +132,11 @@ fn masks_and_lists(spec: &Spec, words: &mut Words) {
         };
         let per_head = if per_head { " per key/value head" } else { "" };
         let counts = if counts { " with counts" } else { "" };
-        words.add(format!("lists of {len} {of} ({entries}){per_head}{counts}"));
+        let second = match caches {
+            Caches::Two { second } => format!(", {second} of them of a second cache"),
+            Caches::One | Caches::SecondOfTwo { .. } => String::new(),
+        };
+        words.add(format!("lists of {len} {of} ({entries}){per_head}{counts}{second}"));
     }
     if let Some(PrefixSpec { groups, lens }) = &spec.prefixes {
         words.add(format!("prefix groups {groups:?} of {lens:?} keys"));

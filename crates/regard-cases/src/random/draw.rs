@@ -4,7 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::noise::Noise;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
+use crate::spec::{CacheSpec, Caches, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
 use regard::{DType, ListEntries, MAX_KEY_STRIDE, Values, Window};
 
@@ -192,10 +192,15 @@ fn lists(noise: &mut Noise, spec: Spec) -> Spec {
         ListEntries::Keys,
         ListEntries::Keys,
         ListEntries::Slots,
+        ListEntries::Slots,
         ListEntries::Pages,
         ListEntries::NumberedPages,
     ]);
-    spec.lists(ListSpec { len, entries, per_head, counts, of })
+    let caches = match of {
+        ListEntries::Slots if noise.one_in(2) => Caches::Two { second: noise.below(len + 1) },
+        _ => Caches::One,
+    };
+    spec.lists(ListSpec { len, entries, per_head, counts, of, caches })
 }
 
 fn limits(noise: &mut Noise, profile: Profile) -> Limits {

@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
+use crate::spec::{CacheSpec, Caches, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
 use regard::{DType, ListEntries, Values, Window};
 
@@ -119,6 +119,7 @@ fn caches_and_lists(spec: &Spec, with: With) {
     if let Some(lists) = spec.lists {
         with(&|s| s.lists = Some(ListSpec { len: lists.len / 2, ..lists }));
         with(&|s| s.lists = Some(ListSpec { len: lists.len - lists.len.min(1), ..lists }));
+        with(&|s| s.lists = Some(ListSpec { caches: Caches::One, ..lists }));
         with(&|s| s.lists = Some(ListSpec { per_head: false, ..lists }));
         with(&|s| s.lists = Some(ListSpec { counts: false, ..lists }));
         with(&|s| s.lists = Some(ListSpec { of: ListEntries::Keys, ..lists }));

@@ -176,6 +176,7 @@ mod device {
             let mut attention = self.outlined_options(&mut addresses, &cache.table)?;
             attention.k_scales = k_scales.map(key_order);
             attention.v_scales = v_scales.map(key_order);
+            self.outline_second_cache(&mut addresses, &mut attention)?;
             if let Some(mask) = &self.mask {
                 attention.mask = Some(addresses.tensor(mask.dtype, &self.place_mask(mask))?);
             }
@@ -187,6 +188,36 @@ mod device {
                 _ => Inputs::new(q, k, v, attention),
             };
             look(&inputs, &outputs)
+        }
+
+        /// The pools of the second cache and their scales, if there are two.
+        fn outline_second_cache(
+            &self,
+            addresses: &mut Addresses,
+            attention: &mut Attention<Tensor<'static, DeviceMemory>>,
+        ) -> Result<(), Error> {
+            let Some(second) = self.second_cache() else { return Ok(()) };
+            let cache = second.place_cache();
+            let head_major = self.keys_are_head_major();
+            let mut pool = |dtype, place: &Place| -> Result<_, Error> {
+                let pool = addresses.tensor(dtype, place)?;
+                Ok(Some(if head_major { pool.bhsd() } else { pool }))
+            };
+            attention.second_k = pool(self.key_dtype(), &cache.keys)?;
+            if self.values == Values::Separate {
+                attention.second_v = pool(self.value_dtype(), &cache.values)?;
+            }
+            let mut scales = |operand, place: &Place| -> Result<_, Error> {
+                let place = second.place_scales(operand, place);
+                let scales = place.map(|place| addresses.tensor(DType::F32, &place)).transpose()?;
+                Ok(scales.map(|scales| match head_major {
+                    true => scales.permute([0, 2, 1]),
+                    false => scales,
+                }))
+            };
+            attention.second_k_scales = scales(Operand::Key, &cache.keys)?;
+            attention.second_v_scales = scales(Operand::Value, &cache.values)?;
+            Ok(())
         }
 
         /// Whether heads come before tokens in keys and values.
@@ -216,6 +247,10 @@ mod device {
             let of_keys = self.lists.filter(|_| !self.lists_pages());
             let lists =
                 of_keys.map_or([0; 3], |lists| [self.list_rows(), self.list_heads(), lists.len]);
+            let second_len = of_keys.and_then(|lists| lists.second_len());
+            let has_second = second_len.is_some();
+            let second = [lists[0], lists[1], second_len.unwrap_or(0)];
+            let lists = [lists[0], lists[1], lists[2] - second[2]];
             let has_counts = of_keys.is_some_and(|lists| lists.counts);
             let page_lists = self.page_list_shape();
             let tree = [batch, longest_query, longest_query.div_ceil(32)];
@@ -248,6 +283,8 @@ mod device {
                 block_table: ints(paged, &pages)?,
                 key_indices: ints(of_keys.is_some(), &lists)?,
                 key_counts: ints(has_counts, &lists[..2])?,
+                second_indices: ints(has_second, &second)?,
+                second_counts: ints(has_second && has_counts, &second[..2])?,
                 page_indices: ints(self.lists_pages(), &page_lists)?,
                 page_list_lens: ints(self.has_page_list_lens(), &page_lists[..2])?,
                 page_numbers: ints(self.has_page_numbers(), &page_lists)?,

@@ -1,5 +1,6 @@
 //! Lists of keys: what rows attend to, and what no list names.
 
+use super::second_list::Caches;
 use super::{Keys, OffsetSpec, Spec, Use, made};
 use crate::array::Array;
 use crate::noise::Noise;
@@ -18,6 +19,8 @@ pub struct ListSpec {
     pub counts: bool,
     /// What the lists list. Slots and pages are of paged keys only.
     pub of: ListEntries,
+    /// The caches whose slots are listed: one, unless entries are slots.
+    pub caches: Caches,
 }
 
 /// The entries of lists.
@@ -35,7 +38,14 @@ pub enum Entries {
 impl ListSpec {
     /// Lists of `len` positions, shared by all key/value heads.
     pub fn new(len: usize, entries: Entries) -> ListSpec {
-        ListSpec { len, entries, per_head: false, counts: false, of: ListEntries::Keys }
+        ListSpec {
+            len,
+            entries,
+            per_head: false,
+            counts: false,
+            of: ListEntries::Keys,
+            caches: Caches::One,
+        }
     }
 }
 
@@ -52,6 +62,11 @@ impl Spec {
         let Some(lists) = &mut self.lists else { return };
         if !paged {
             lists.of = ListEntries::Keys;
+        }
+        match &mut lists.caches {
+            caches if lists.of != ListEntries::Slots => *caches = Caches::One,
+            Caches::Two { second } => *second = (*second).min(lists.len),
+            Caches::One | Caches::SecondOfTwo { .. } => {}
         }
         match lists.of {
             ListEntries::Slots | ListEntries::Pages => {
@@ -92,14 +107,15 @@ impl Spec {
 
     /// The properties of key lists that plans depend on.
     pub(super) fn key_lists(&self) -> Option<KeyLists> {
-        let ListSpec { len, of: entries, .. } = self.lists?;
+        let lists = self.lists?;
         let len = match self.keys {
             Keys::Paged { block_size, .. } if self.lists_pages() => {
-                len.next_multiple_of(block_size)
+                lists.len.next_multiple_of(block_size)
             }
-            _ => len,
+            _ => lists.own(lists.len).len(),
         };
-        Some(KeyLists { len, per_head: self.list_heads() > 1, entries })
+        let (per_head, second) = (self.list_heads() > 1, lists.second_len());
+        Some(KeyLists { len, per_head, entries: lists.of, second })
     }
 
     /// The lists of each row.
@@ -144,7 +160,7 @@ impl Spec {
     }
 
     /// For each key and key/value head of a sequence (`[key * heads + head]`), whether some row's
-    /// list names it; `None` if rows have no lists.
+    /// list names it in this cache; `None` if rows have no lists.
     pub(super) fn listed(&self, index: usize) -> Option<Vec<bool>> {
         let lists = &self.lists?;
         let keys = self.sequences[index].kv_len;
@@ -160,7 +176,7 @@ impl Spec {
         for row in 0..self.sequences[index].q_len {
             for list_head in 0..self.list_heads() {
                 let count = self.count(lists, index, row, list_head);
-                for &entry in &self.entries(lists, index, row, list_head)[..count] {
+                for &entry in &self.entries(lists, index, row, list_head)[lists.own(count)] {
                     let Some(key) = usize::try_from(entry).ok().filter(|&key| key < keys) else {
                         continue;
                     };
@@ -223,7 +239,9 @@ impl Spec {
         };
         match usize::try_from(entry) {
             Ok(key) if key < keys => {
-                table[key / block_size] * block_size as i32 + (key % block_size) as i32
+                // Pages that no list in use names are anywhere.
+                let first = table[key / block_size].wrapping_mul(block_size as i32);
+                first.wrapping_add((key % block_size) as i32)
             }
             Ok(_) => i32::MAX - entry % 3,
             Err(_) => entry,

@@ -49,6 +49,8 @@ pub struct Request<'a> {
     pub lengths: &'a [usize],
     /// Operands in the caches.
     pub warm: bool,
+    /// Runs that read one schedule, as the layers of a step do; `None` for runs without. On CUDA.
+    pub layers: Option<usize>,
     /// The device's name.
     pub device: &'a str,
     /// How long and how often.
@@ -146,7 +148,10 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
             Err(Error::argument("device", "metal-host", allowed).into())
         }
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
-        case::Target::Metal => metal::measured(request),
+        case::Target::Metal => {
+            expect_no_layers(request)?;
+            metal::measured(request)
+        }
     }
 }
 
@@ -174,7 +179,16 @@ fn measure_each<'a>(
     (records, failed)
 }
 
+/// Only NVIDIA GPUs have the schedule of a step.
+fn expect_no_layers(request: &Request) -> Result<(), Stop> {
+    match request.layers {
+        Some(layers) => Err(Error::argument("--layers", layers, "on --device cuda only").into()),
+        None => Ok(()),
+    }
+}
+
 fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>, usize), Stop> {
+    expect_no_layers(request)?;
     let targets = targets(request, &NAMED, Place::Cpu)?;
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));

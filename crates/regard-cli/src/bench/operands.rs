@@ -8,7 +8,7 @@ use regard::{
 use regard_cases::{
     Array, CacheSpec, Case, Data, Entries, Granularity, KeyPositionsSpec, Keys, KvLayout,
 };
-use regard_cases::{ListSpec, OffsetSpec, PrefixSpec, Scales, SequenceSpec, Spec};
+use regard_cases::{Caches, ListSpec, OffsetSpec, PrefixSpec, Scales, SequenceSpec, Spec};
 
 /// The keys of a problem that are a shard: those of the second of two devices, and the position of
 /// the first query, where queries are the last tokens.
@@ -113,6 +113,11 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
         KvStorage::Batched | KvStorage::Ragged => product(&[problem.batch, problem.kv_len]),
         other => unreachable!("the bench has no shapes with {other:?} keys"),
     };
+    // A second cache has the same keys, in pages of up to 66 slots.
+    let slots = match problem.key_lists.and_then(|lists| lists.second) {
+        Some(_) => sum(&[slots.saturating_mul(2), product(&[problem.batch, 66]), 2 * 66]),
+        None => slots,
+    };
     let keys = slots.saturating_mul(product(&[problem.kv_heads, problem.head_dim]));
     let values = slots.saturating_mul(product(&[problem.kv_heads, problem.value_dim]));
     let stored = |count: u64, dtype: DType| {
@@ -150,7 +155,8 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
         if problem.variant.tree { tree.saturating_mul(4) } else { 0 },
         problem.key_lists.map_or(0, |lists| {
             let heads = if lists.per_head { problem.kv_heads } else { 1 };
-            product(&[problem.batch, problem.query_len, heads, lists.len, 4])
+            let entries = lists.len.saturating_add(lists.second.unwrap_or(0));
+            product(&[problem.batch, problem.query_len, heads, entries, 4])
         }),
         // Scores and probabilities of a row, in f64, by the reference and by the naive computation.
         product(&[problem.kv_len, 4 * 8]),
@@ -225,7 +231,8 @@ fn case(target: &Target) -> Result<Case, Error> {
         lists: problem.key_lists.map(|lists| ListSpec {
             per_head: lists.per_head,
             of: lists.entries,
-            ..ListSpec::new(lists.len, Entries::Sorted)
+            caches: lists.second.map_or(Caches::One, |second| Caches::Two { second }),
+            ..ListSpec::new(lists.len + lists.second.unwrap_or(0), Entries::Sorted)
         }),
         prefixes: (problem.prefix_groups > 0).then(|| PrefixSpec {
             groups: (0..problem.prefix_groups as i32).collect(),

@@ -69,7 +69,7 @@ pub const NAMED: [Named; 16] = [
 
 /// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
 #[cfg(feature = "cuda")]
-pub const NAMED_CUDA: [Named; 77] = [
+pub const NAMED_CUDA: [Named; 86] = [
     named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
     named("d128k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=131072"),
@@ -105,6 +105,51 @@ pub const NAMED_CUDA: [Named; 77] = [
         "mla128-v2d4kb128",
         "mla",
         "b=128 hq=128 hkv=1 d=576 dv=512 lq=2 lk=4096 latent causal page=64",
+    ),
+    named(
+        "s16b8",
+        "selected",
+        "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=65536 latent page=64 slots list=2048",
+    ),
+    named(
+        "s64b8",
+        "selected",
+        "b=8 hq=64 hkv=1 d=576 dv=512 lq=1 lk=65536 latent page=64 slots list=2048",
+    ),
+    named(
+        "s128b8",
+        "selected",
+        "b=8 hq=128 hkv=1 d=576 dv=512 lq=1 lk=65536 latent page=64 slots list=2048",
+    ),
+    named(
+        "s64b128",
+        "selected",
+        "b=128 hq=64 hkv=1 d=576 dv=512 lq=1 lk=4096 latent page=64 slots list=2048",
+    ),
+    named(
+        "s128b128",
+        "selected",
+        "b=128 hq=128 hkv=1 d=576 dv=512 lq=1 lk=4096 latent page=64 slots list=2048",
+    ),
+    named(
+        "s128b128v2",
+        "selected",
+        "b=128 hq=128 hkv=1 d=576 dv=512 lq=2 lk=4096 latent page=64 slots list=2048",
+    ),
+    named(
+        "s64p4k",
+        "selected",
+        "hq=64 hkv=1 d=576 dv=512 lq=4096 lk=32768 latent page=64 slots list=2048",
+    ),
+    named(
+        "s128p4k",
+        "selected",
+        "hq=128 hkv=1 d=576 dv=512 lq=4096 lk=32768 latent page=64 slots list=2048",
+    ),
+    named(
+        "s128kpages",
+        "selected",
+        "hq=32 hkv=8 d=128 lq=1 lk=131072 page=64 list=16384 list-pages list-heads",
     ),
     named("x8kb64", "prefix", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8704 page=16 groups=1 shared=8192"),
     named("x4kb16", "prefix", "b=16 hq=32 hkv=8 d=128 lq=1 lk=4608 page=16 groups=1 shared=4096"),

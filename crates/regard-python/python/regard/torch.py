@@ -81,6 +81,12 @@ def _attention(
     page_indices: Optional[Tensor] = None,
     page_list_lens: Optional[Tensor] = None,
     page_numbers: Optional[Tensor] = None,
+    second_k: Optional[Tensor] = None,
+    second_v: Optional[Tensor] = None,
+    second_k_scales: Optional[Tensor] = None,
+    second_v_scales: Optional[Tensor] = None,
+    second_indices: Optional[Tensor] = None,
+    second_counts: Optional[Tensor] = None,
 ) -> Tensor:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
@@ -128,6 +134,12 @@ def _attention_with_lse(
     page_indices: Optional[Tensor] = None,
     page_list_lens: Optional[Tensor] = None,
     page_numbers: Optional[Tensor] = None,
+    second_k: Optional[Tensor] = None,
+    second_v: Optional[Tensor] = None,
+    second_k_scales: Optional[Tensor] = None,
+    second_v_scales: Optional[Tensor] = None,
+    second_indices: Optional[Tensor] = None,
+    second_counts: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)

@@ -88,7 +88,8 @@ pub fn problem_blocks(problem: &Problem, tokens: usize, block_rows: usize) -> us
 /// keys.
 pub fn problem_heads_per_item(problem: &Problem, tiling: &Tiling, tokens: usize) -> usize {
     match problem.key_lists {
-        Some(lists) if lists.per_head => 1,
+        // Items of several heads read all of them with one stride.
+        Some(lists) if lists.per_head || lists.second.is_some() => 1,
         _ => heads_per_item(tiling, walk_rows(problem, tokens), problem.kv_heads),
     }
 }

@@ -222,7 +222,7 @@ impl<'a> Schedule<'a> {
     /// of the longest list.
     fn walked_keys(&self, sequence: &Sequence) -> Range<usize> {
         match self.problem.key_lists {
-            Some(lists) => 0..lists.len,
+            Some(lists) => 0..lists.walked(),
             None => self.keys_of_tokens(sequence, 0..sequence.q_len),
         }
     }

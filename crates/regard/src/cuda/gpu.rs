@@ -1,6 +1,6 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
-use super::launch::{DecodeCall, PrefillCall};
+use super::launch::{DecodeCall, DecodeContext, PrefillCall};
 use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
@@ -240,18 +240,79 @@ impl Gpu {
         outputs: &mut Outputs<DeviceMemory>,
         workspace: RawWorkspace,
     ) -> Result<(), Error> {
+        let run = self.checked(plan, stream, inputs, outputs, workspace)?;
+        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
+        run.map_or(Ok(()), |run| unsafe { run.queue(false) })
+    }
+
+    /// Queues the schedule of a step: how the work of decode is divided, and which sequences share
+    /// prefixes. All layers of a step have the same lengths, so one call serves all of them:
+    /// [`Gpu::run_scheduled`] reads from the workspace what [`Gpu::run_raw`] finds anew in every
+    /// layer. Of the operands, only shapes, lengths, offsets and prefix groups are read. It is one
+    /// small launch, or two with prefix groups, and none where the host knows the lengths or all
+    /// sequences are prefill's.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run_raw`].
+    pub unsafe fn schedule(
+        &self,
+        plan: &Plan,
+        stream: sys::CUstream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &Outputs<DeviceMemory>,
+        workspace: RawWorkspace,
+    ) -> Result<(), Error> {
+        let run = self.checked(plan, stream, inputs, outputs, workspace)?;
+        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
+        run.map_or(Ok(()), |run| unsafe { run.schedule() })
+    }
+
+    /// [`Gpu::run_raw`] with the schedule that [`Gpu::schedule`] has left in the workspace. The
+    /// same bits.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run_raw`]. [`Gpu::schedule`] has been queued before, on this stream or in order
+    /// with it, with the same plan and workspace, and operands of the same shapes, features,
+    /// lengths, offsets and prefix groups. Since then nothing has used the workspace but runs with
+    /// that schedule, and nothing has written lengths, offsets, block tables or prefix groups.
+    pub unsafe fn run_scheduled(
+        &self,
+        plan: &Plan,
+        stream: sys::CUstream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &mut Outputs<DeviceMemory>,
+        workspace: RawWorkspace,
+    ) -> Result<(), Error> {
+        let run = self.checked(plan, stream, inputs, outputs, workspace)?;
+        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
+        run.map_or(Ok(()), |run| unsafe { run.queue(true) })
+    }
+
+    /// A run whose operands and workspace are checked; `None` if it has no rows.
+    fn checked<'a>(
+        &'a self,
+        plan: &'a Plan,
+        stream: sys::CUstream,
+        inputs: &'a Inputs<'a, DeviceMemory>,
+        outputs: &'a Outputs<'a, DeviceMemory>,
+        workspace: RawWorkspace,
+    ) -> Result<Option<Run<'a>>, Error> {
         let launches = self.launches_of(plan)?;
         let mut problem = Problem::from_operands(inputs, outputs)?;
         problem.bound_ragged_by(plan.problem());
         plan.problem().covers(&problem)?;
         check_workspace(plan, workspace, inputs, outputs)?;
         if problem.rows() == 0 {
-            return Ok(());
+            return Ok(None);
         }
         let workspace = workspace.address;
-        let run = Run { gpu: self, stream, problem: &problem, inputs, outputs, workspace };
-        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
-        unsafe { run.queue(launches) }
+        Ok(Some(Run { gpu: self, stream, launches, problem, inputs, outputs, workspace }))
     }
 
     /// Makes the context current on this thread.
@@ -398,7 +459,8 @@ impl Gpu {
 struct Run<'a> {
     gpu: &'a Gpu,
     stream: sys::CUstream,
-    problem: &'a Problem,
+    launches: &'a Launches,
+    problem: Problem,
     inputs: &'a Inputs<'a, DeviceMemory>,
     outputs: &'a Outputs<'a, DeviceMemory>,
     /// The address of the workspace.
@@ -408,25 +470,22 @@ struct Run<'a> {
 /// # Safety of its methods
 /// As [`Gpu::run_raw`].
 impl Run<'_> {
-    /// Queues all launches of a plan.
-    unsafe fn queue(&self, launches: &Launches) -> Result<(), Error> {
-        let Run { problem, inputs, outputs, workspace, .. } = *self;
+    /// Queues all launches of the plan. If the step's schedule is in the workspace, those that
+    /// compute it are left out, and decode reads it.
+    unsafe fn queue(&self, scheduled: bool) -> Result<(), Error> {
+        let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
         if let Some(prefill) = &launches.prefill {
             let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
             // SAFETY: passed on.
             unsafe { self.prefill(&call)? };
         }
-        let prefix = launches.prefix.as_ref();
-        let prefix = prefix.map(|prefix| prefix.call(problem, inputs, outputs, workspace));
-        if let Some(call) = &prefix {
+        let prefix = self.prefix_call();
+        if let Some(call) = prefix.as_ref().filter(|_| !scheduled) {
             // SAFETY: passed on.
             unsafe { self.prefix(call, &call.schedule)? };
         }
         if let Some((decode, keys)) = launch::choose_decode(problem, launches, inputs, outputs) {
-            let mut call = launch::decode_call(problem, decode, inputs, outputs, workspace);
-            if let Some(prefix) = &prefix {
-                prefix.set_own_keys(&mut call.parameters);
-            }
+            let call = self.decode_call(decode, prefix.as_ref(), scheduled);
             // SAFETY: passed on.
             unsafe { self.decode(decode, &call, keys)? };
         }
@@ -438,6 +497,48 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Queues the launches that compute the step's schedule.
+    unsafe fn schedule(&self) -> Result<(), Error> {
+        let prefix = self.prefix_call();
+        if let Some(call) = &prefix {
+            // SAFETY: passed on.
+            unsafe { self.prefix(call, &call.schedule)? };
+        }
+        // That of the kernel for latent caches, whatever operands these are: layers may have
+        // others.
+        let decode = self.launches.latent.as_ref().or(self.launches.decode.as_ref());
+        let Some(decode) = decode else { return Ok(()) };
+        let Some(schedule) = &decode.schedule else { return Ok(()) };
+        let DecodeCall { parameters, .. } = self.decode_call(decode, prefix.as_ref(), true);
+        if parameters.stream_k.schedule == 0 {
+            return Ok(());
+        }
+        // SAFETY: the kernel reads these; the caller has promised the rest.
+        unsafe { self.launch(&schedule.launch, &mut [argument(&parameters)]) }
+    }
+
+    /// The kernels for prefix groups, if the plan has them.
+    fn prefix_call(&self) -> Option<PrefixCall> {
+        let prefix = self.launches.prefix.as_ref();
+        prefix.map(|prefix| prefix.call(&self.problem, self.inputs, self.outputs, self.workspace))
+    }
+
+    /// The decode call, over the keys behind each sequence's prefix if there are groups.
+    fn decode_call(
+        &self,
+        decode: &Decode,
+        prefix: Option<&PrefixCall>,
+        scheduled: bool,
+    ) -> DecodeCall {
+        let Run { ref problem, inputs, outputs, workspace, .. } = *self;
+        let context = DecodeContext { has_groups: prefix.is_some(), scheduled };
+        let mut call = launch::decode_call(problem, decode, inputs, outputs, workspace, context);
+        if let Some(prefix) = prefix {
+            prefix.set_own_keys(&mut call.parameters);
+        }
+        call
     }
 
     /// Queues prefill, and before it the kernel that makes the tile map of a mask.
@@ -488,7 +589,11 @@ impl Run<'_> {
             listed.as_ref().map_or(argument(&call.parameters), argument),
             map.as_ref().map_or(argument(&call.cache), argument),
         ];
-        let count = if decode.cache == Cache::Elements { 1 } else { 2 };
+        let count = match decode.cache {
+            Cache::Elements => 1,
+            Cache::Latent if listed.is_some() => 1,
+            _ => 2,
+        };
         let launch = Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) };
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.
         unsafe { self.launch(&launch, &mut arguments[..count])? };
@@ -504,7 +609,7 @@ impl Run<'_> {
 
     /// Encodes tensor maps with the driver.
     fn tensor_maps(&self, maps: &launch::Maps) -> Result<TensorMaps, Error> {
-        let Problem { dtype, key_dtype, value_dtype, .. } = *self.problem;
+        let Problem { dtype, key_dtype, value_dtype, .. } = self.problem;
         self.gpu.bind()?;
         Ok(TensorMaps {
             query: driver::encode("q", dtype, &maps.query)?,

@@ -80,6 +80,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
         exact_dims: true,
         cache: Cache::Latent,
         combine,
+        schedule: None,
     };
     let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
     Some(LatentDecode { decode, workspace_bytes: partials_end + ranges })
@@ -114,6 +115,7 @@ fn is_plain(problem: &Problem) -> bool {
         // The splits of a batch-invariant result are those of every other module.
         && !problem.batch_invariant
         && match problem.keys {
+            _ if problem.key_lists.is_some() => true,
             KvStorage::Batched | KvStorage::Ragged => true,
             KvStorage::Paged { block_size } => block_size.is_multiple_of(BOX_STEP),
         }
@@ -126,6 +128,7 @@ fn find_module(
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
     let suits = |(module, config): &(&Module, &DecodeConfig)| {
         config.cache == Cache::Latent
+            && config.lists == problem.key_lists.is_some()
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)

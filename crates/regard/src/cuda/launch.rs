@@ -1,5 +1,6 @@
 //! From operands to kernel parameters.
 
+use super::lists::{kv_tensor, list_parameters};
 use super::registry::Cache;
 use super::schedule::Schedule;
 use super::shape::row_alignment;
@@ -8,20 +9,30 @@ use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, pref
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
-    scale_strides, tree_strides, window,
+    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
+    tree_strides, window,
 };
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, MapStrides,
-    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, Window,
+    KeyPositions as DevicePositions, ListParameters, LoadKind, MapStrides, PrefillParameters,
+    RowStrides, RowTensor, StreamK, TileMap, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
-use crate::problem::{Inputs, KvStorage, ListEntries, ListTensors, Outputs, Problem, QueryStorage};
+use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
+
+/// What a decode launch may rely on beside its operands.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct DecodeContext {
+    /// Decode attends to the keys behind each sequence's prefix: how many these are is known on
+    /// the device only.
+    pub has_groups: bool,
+    /// The workspace has the schedule of the step.
+    pub scheduled: bool,
+}
 
 /// A decode launch with operands: the module that can read them, its grid, and the kernel's
 /// parameters.
@@ -86,9 +97,10 @@ pub fn launches(
     }
     let prefix = launches.prefix.as_ref();
     let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
+    let context = DecodeContext { has_groups: prefix.is_some(), scheduled: false };
     queued.extend(prefix.iter().map(|call| call.schedule));
     if let Some((decode, _)) = choose_decode(&problem, launches, inputs, outputs) {
-        let call = decode_call(&problem, decode, inputs, outputs, 0);
+        let call = decode_call(&problem, decode, inputs, outputs, 0, context);
         queued.push(Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) });
         queued.extend(call.combine);
     }
@@ -120,7 +132,9 @@ pub(super) fn load_kind(
     inputs: &Inputs<DeviceMemory>,
     exact_dims: bool,
 ) -> LoadKind {
-    match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
+    let second = [inputs.attention.second_k, inputs.second_values()];
+    let operands = [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(second.iter().flatten());
+    match { operands }.all(reads_16_bytes) {
         false => LoadKind::Elements,
         true if exact_dims && (parameters.block_size == 0 || parameters.block_size % 16 == 0) => {
             LoadKind::PageAligned16
@@ -188,20 +202,30 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
     }
 }
 
-/// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys, if
-/// TMA can read the operands and four outputs can be written at once; else the general one.
+/// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys
+/// unless rows have lists of them, if operands lie as it reads and writes them; else the general
+/// one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Option<(&'a Decode, Option<Described>)> {
-    let latent = launches.latent.as_ref().filter(|_| writes_four(&outputs.out));
+    let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let latent = latent.and_then(|latent| {
+        if problem.key_lists.is_some() {
+            return copies_16_bytes(inputs).then_some((latent, None));
+        }
         let keys = describe_latent(problem, latent, inputs)?;
         Some((latent, Some(keys)))
     });
     latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
+}
+
+/// Whether queries and keys, of a second cache too, start at multiples of 16 bytes.
+fn copies_16_bytes(inputs: &Inputs<DeviceMemory>) -> bool {
+    let second = inputs.attention.second_k;
+    [Some(&inputs.q), Some(&inputs.k), second.as_ref()].into_iter().flatten().all(reads_16_bytes)
 }
 
 /// Describes the tensor map of a latent cache; `None` if TMA cannot read it, or queries do not
@@ -223,15 +247,20 @@ pub(super) fn decode_call(
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
+    context: DecodeContext,
 ) -> DecodeCall {
     let lists = list_parameters(problem, inputs);
-    let schedule = match equal_lengths(problem, inputs).filter(|_| lists.is_none()) {
+    let equal_lengths =
+        equal_lengths(problem, inputs).filter(|_| lists.is_none() && !context.has_groups);
+    let schedule = match equal_lengths {
         Some((q_offset, keys)) => Schedule::for_equal_lengths(problem, decode, q_offset, keys),
         None => Schedule::on_device(decode),
     };
+    let scheduled = decode.schedule.filter(|_| context.scheduled && schedule.work_total == 0);
     let mut parameters = AttentionParameters {
         stream_k: StreamK {
             partial_ranges: 0,
+            schedule: scheduled.map_or(0, |scheduled| workspace + scheduled.at as u64),
             work_total: schedule.work_total,
             work_per_cta: schedule.work_per_cta,
             work_per_tile: schedule.work_per_tile,
@@ -256,7 +285,8 @@ pub(super) fn decode_call(
     } else {
         decode.fallback
     };
-    let tiles = work::tiles(problem, decode.tile_rows as usize);
+    let rows = problem.listed_rows();
+    let tiles = work::tiles(rows.as_ref().unwrap_or(problem), decode.tile_rows as usize);
     // If the host knows that every tile has one CTA, there is nothing to combine.
     let combine =
         decode.combine.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
@@ -267,26 +297,6 @@ pub(super) fn decode_call(
     });
     let cache = cache_parameters(problem, inputs);
     DecodeCall { module, blocks: schedule.blocks, parameters, cache, lists, combine }
-}
-
-/// The lists of keys of a problem's rows, or of the pages of its sequences.
-fn list_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<ListParameters> {
-    let planned = problem.key_lists?;
-    let ListTensors { lists, indices, counts, numbers } = inputs.list_tensors()?;
-    let address = |tensor: Option<&Tensor<DeviceMemory>>| tensor.map_or(0, Tensor::address);
-    let strides = |tensor| list_strides(lists, tensor);
-    Some(ListParameters {
-        indices: address(indices),
-        counts: address(counts),
-        index_strides: strides(indices),
-        count_strides: strides(counts),
-        len: count(lists.len.min(planned.len)),
-        are_slots: (lists.entries == ListEntries::Slots).into(),
-        sequences: count(problem.batch),
-        are_pages: lists.lists_pages().into(),
-        numbers: address(numbers),
-        number_strides: strides(numbers),
-    })
 }
 
 /// The prefill call for these operands.
@@ -491,10 +501,6 @@ fn set_shapes(
 }
 
 /// Keys or values as kernels read them.
-fn kv_tensor(tensor: &Tensor<DeviceMemory>) -> KvTensor {
-    KvTensor { pointer: tensor.address(), strides: row_strides(tensor, tensor.rank() - 1) }
-}
-
 pub(super) fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
     tensor.as_ref().map_or(0, Tensor::address)
 }
@@ -534,10 +540,19 @@ fn reads_16_bytes(tensor: &Tensor<DeviceMemory>) -> bool {
 
 /// Whether every row starts at a multiple of four elements.
 fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
-    let size = 4 * out.dtype().size() as u64;
+    has_rows_at(4, out)
+}
+
+/// Whether every row starts at a multiple of 16 bytes.
+fn writes_16_bytes(out: &TensorMut<DeviceMemory>) -> bool {
+    has_rows_at(16 / out.dtype().size(), out)
+}
+
+/// Whether every row starts at a multiple of `elements`.
+fn has_rows_at(elements: usize, out: &TensorMut<DeviceMemory>) -> bool {
     let rows = out.shape().iter().zip(out.strides()).take(out.rank() - 1);
-    out.address().is_multiple_of(size)
-        && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % 4 == 0)
+    out.address().is_multiple_of((elements * out.dtype().size()) as u64)
+        && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % elements as i64 == 0)
 }
 
 /// What kernels read of positions of keys, which have been checked.

@@ -14,6 +14,8 @@ mod latent;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
+mod lists;
+#[cfg(feature = "cuda")]
 mod merge;
 #[cfg(feature = "cuda")]
 mod modules;
@@ -69,6 +71,9 @@ pub const WORKSPACE_ALIGNMENT: u64 = 16;
 
 /// Bytes at the end of these that count the tiles of prefill; decode has the others.
 pub(crate) const PREFILL_COUNTER_BYTES: usize = 16;
+
+/// Bytes that the schedule of a step has per CTA of decode, as in `decode_tile.cuh`.
+pub(crate) const SCHEDULED_BYTES: usize = 128;
 
 /// How the kernels of a plan are launched: everything that is decided before lengths are known. At
 /// least one of the two is `Some`. If both are, prefill runs first, and each kernel skips the
@@ -141,6 +146,18 @@ pub struct Decode {
     /// The second kernel that combines the partial states of tiles; `None` if the last CTA of each
     /// tile does.
     pub combine: Option<Combine>,
+    /// The launch that computes the work of each CTA once per step; `None` if every run does.
+    pub schedule: Option<StepSchedule>,
+}
+
+/// The launch that computes the schedule of a step.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSchedule {
+    /// The launch: a CTA per CTA of the decode kernel.
+    pub launch: Launch,
+    /// Offset in the workspace of what it leaves.
+    pub at: usize,
 }
 
 /// The launch of a kernel that combines the partial states of all tiles.
@@ -255,12 +272,14 @@ impl Launches {
                 [(module, decode.launch.entry)].into_iter().chain(combine)
             })
         });
+        let schedule = self.decode.iter().chain(&self.latent).filter_map(|decode| decode.schedule);
+        let schedule = schedule.map(|schedule| (schedule.launch.module, schedule.launch.entry));
         let prefix = self.prefix.iter().flat_map(|prefix| {
             let launches = [prefix.schedule, prefix.kernel, prefix.merge];
             launches.into_iter().map(|launch| (prefix.fallback, launch.entry))
         });
         let in_order = self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry));
-        in_order.chain(others).chain(prefix)
+        in_order.chain(others).chain(schedule).chain(prefix)
     }
 }
 

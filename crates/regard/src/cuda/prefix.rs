@@ -1,10 +1,11 @@
 //! Prefix groups on a GPU: sequences that share their first keys.
 //!
 //! Four launches, all of fixed grids: `schedule` finds the groups and the work items over their
-//! prefixes; decode attends to the keys that each sequence has of its own; `prefix` attends to the
-//! prefixes, the rows of all members together; `merge_prefix` merges what both have left. From
-//! Hopper on `prefix` starts when all thread blocks of decode have started, so that one waits for
-//! memory while the other multiplies.
+//! prefixes (once per step where the engine asks for it: `Gpu::schedule`); decode attends to the
+//! keys that each sequence has of its own; `prefix` attends to the prefixes, the rows of all
+//! members together; `merge_prefix` merges what both have left. From Hopper on `prefix` starts when
+//! all thread blocks of decode have started, so that one waits for memory while the other
+//! multiplies.
 
 use super::registry::{self, Build, Cache, Element, PrefillConfig};
 use super::work::page_aligned_16;
@@ -15,6 +16,7 @@ use crate::params::PrefixGroup;
 use crate::plan::Selection;
 use crate::problem::Problem;
 use crate::select::Choice;
+use std::cmp::Reverse;
 
 /// Shared memory of the kernel that finds the groups, for up to as many as `SHARED_TALLIES` of
 /// `prefix_schedule.cuh` says.
@@ -239,7 +241,8 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     })
 }
 
-/// The module of a build with the smallest head dims that a problem fits into.
+/// The module of a build with the smallest head dims that a problem fits into, for the newest
+/// architecture that this GPU can run.
 fn find(
     problem: &Problem,
     facts: &CudaFacts,
@@ -254,7 +257,7 @@ fn find(
     };
     registry::prefix_modules()
         .filter(|(module, config)| suits(config) && module.runs_on(facts.compute_capability))
-        .min_by_key(|(_, config)| config.operands.head_dim)
+        .min_by_key(|(module, config)| (config.operands.head_dim, Reverse(module.architecture)))
         .map(|(module, config)| (module.name(), config))
 }
 

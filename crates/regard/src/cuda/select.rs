@@ -9,7 +9,7 @@ use super::shape::{Shape, max_key_groups};
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
     COUNTER_BYTES, Combine, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
-    WORKSPACE_ALIGNMENT,
+    SCHEDULED_BYTES, StepSchedule, WORKSPACE_ALIGNMENT,
 };
 use crate::dtype::DType;
 use crate::error::Refusal;
@@ -21,6 +21,9 @@ use crate::split::{INVARIANT_KEYS, Split};
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
+
+/// Threads of the kernel that computes the schedule of a step: as in `decode_schedule.cuh`.
+const SCHEDULE_THREADS: u32 = 128;
 
 /// Rows per CTA of the kernel that combines partial states: one per warp.
 const COMBINE_ROWS: usize = 8;
@@ -66,7 +69,7 @@ fn select_flat(
     check_limits(problem, facts)
         .map_err(|reason| Refusal { machine: machine.to_string(), reason })?;
     if let Some(rows) = problem.listed_rows() {
-        return select_decode(&rows, facts, machine);
+        return select_latent_or_decode(&rows, facts, machine);
     }
     match prefill::division(problem) {
         Division::Prefill => {
@@ -86,6 +89,16 @@ fn select_flat(
         }
         Division::Decode => {}
     }
+    select_latent_or_decode(problem, facts, machine)
+}
+
+/// A problem whose sequences all run in decode: with the kernel for latent caches, if it is one for
+/// it.
+fn select_latent_or_decode(
+    problem: &Problem,
+    facts: &CudaFacts,
+    machine: &Machine,
+) -> Result<Selection<Launches>, Refusal> {
     let decode = select_decode(problem, facts, machine)?;
     Ok(match latent::select(problem, facts) {
         Some(latent) => with_latent(problem, decode, latent),
@@ -106,7 +119,7 @@ fn with_latent(
         block_rows: latent.tile_rows as usize,
         reason: format!(
             "values are the first dims of keys, and each K tile is loaded once; {} where operands \
-             lie as TMA cannot read them",
+             are not aligned to 16 bytes or lie as TMA cannot read them",
             choice.kernel.name()
         ),
     };
@@ -124,8 +137,16 @@ fn with_latent(
             latent.ctas_per_tile
         ),
     };
-    let workspace_bytes = launches.workspace_bytes.max(workspace_bytes);
-    let backend = Launches { latent: Some(latent), workspace_bytes, ..launches };
+    // The general kernel has no schedule: layers of a step may have operands for either. That of
+    // the kernel for latent caches lies behind the partial states of both.
+    let decode = launches.decode.map(|decode| Decode { schedule: None, ..decode });
+    let end = launches.workspace_bytes.max(workspace_bytes);
+    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&latent.launch, end));
+    let ctas = latent.launch.grid[0] as usize;
+    let workspace_bytes =
+        schedule.map_or(end, |schedule| schedule.at.saturating_add(ctas * SCHEDULED_BYTES));
+    let latent = Decode { schedule, ..latent };
+    let backend = Launches { latent: Some(latent), decode, workspace_bytes, ..launches };
     Selection { choice, split, backend }
 }
 
@@ -208,7 +229,7 @@ fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
     }
 }
 
-/// A problem whose sequences all run in decode.
+/// The same with the kernels for caches of any kind.
 fn select_decode(
     problem: &Problem,
     facts: &CudaFacts,
@@ -217,18 +238,22 @@ fn select_decode(
     let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
     let kernel = DecodeKernel::find(problem, facts).map_err(refuse)?;
     let grid = DecodeGrid::for_kernel(problem, facts, &kernel);
-    let module = kernel.module.name();
+    let launch = Launch {
+        module: kernel.module.name(),
+        entry: "decode",
+        grid: [grid.ctas as u32, 1, 1],
+        threads: (kernel.shape.group_warps() * grid.key_groups * 32) as u32,
+        shared_bytes: kernel.shape.shared_bytes(grid.key_groups) as u32,
+    };
     let combine = combine_tiles(problem, &kernel, &grid);
     let combine_bytes = if combine.is_some() { grid.tiles * PARTIAL_RANGE_BYTES } else { 0 };
-    let workspace_bytes = grid.partials_end.saturating_add(combine_bytes);
+    let combine_end = grid.partials_end.saturating_add(combine_bytes);
+    // Rows with lists of keys have none: every layer has its own lists.
+    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&launch, combine_end));
+    let workspace_bytes = schedule
+        .map_or(combine_end, |schedule| schedule.at.saturating_add(grid.ctas * SCHEDULED_BYTES));
     let decode = Decode {
-        launch: Launch {
-            module,
-            entry: "decode",
-            grid: [grid.ctas as u32, 1, 1],
-            threads: (kernel.shape.group_warps() * grid.key_groups * 32) as u32,
-            shared_bytes: kernel.shape.shared_bytes(grid.key_groups) as u32,
-        },
+        launch,
         fallback: kernel.fallback.name(),
         max_query_len: i32::MAX,
         partials_per_cta: i32::try_from(grid.partials)
@@ -241,6 +266,7 @@ fn select_decode(
         exact_dims: kernel.exact_dims,
         cache: kernel.cache,
         combine,
+        schedule,
     };
     let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
     let backend = Launches { decode: Some(decode), workspace_bytes, ..Launches::default() };
@@ -476,6 +502,14 @@ fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) ->
         },
         at: grid.partials_end,
     })
+}
+
+/// The launch that computes the schedule of a step for a launch of decode. It lies behind the first
+/// `start` bytes of the workspace.
+fn schedule_ctas(decode: &Launch, start: usize) -> StepSchedule {
+    let launch =
+        Launch { entry: "schedule_ctas", threads: SCHEDULE_THREADS, shared_bytes: 0, ..*decode };
+    StepSchedule { launch, at: start.saturating_add(15) / 16 * 16 }
 }
 
 fn decode_choice(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Choice {

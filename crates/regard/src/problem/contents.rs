@@ -31,6 +31,8 @@ pub(super) fn check_contents<M: Memory>(
     check_logits(&inputs)?;
     check_static_scales("k_scales", &inputs.attention.k_scales)?;
     check_static_scales("v_scales", &inputs.attention.v_scales)?;
+    check_static_scales("second_k_scales", &inputs.attention.second_k_scales)?;
+    check_static_scales("second_v_scales", &inputs.attention.second_v_scales)?;
     super::selection::check_counts(&inputs)?;
     super::page_lists::check_lens(&inputs)?;
     check_lengths(&inputs, problem)?;

@@ -139,12 +139,17 @@ mod tests {
             )
         );
         problem.key_lists =
-            Some(KeyLists { len: 2048, per_head: false, entries: ListEntries::Keys });
+            Some(KeyLists { len: 2048, per_head: false, entries: ListEntries::Keys, second: None });
         assert!(problem.description().contains("sinks, lists of up to 2048 keys per row, LSE"));
         problem.prefix_groups = 3;
         assert!(problem.description().contains("keys per row, up to 3 prefix groups, LSE"));
-        problem.key_lists = Some(KeyLists { len: 64, per_head: true, entries: ListEntries::Slots });
-        let lists = "lists of up to 64 physical slots per row and key/value head";
+        problem.key_lists = Some(KeyLists {
+            len: 64,
+            per_head: true,
+            entries: ListEntries::Slots,
+            second: Some(9),
+        });
+        let lists = "physical slots per row and key/value head, and of 9 of a second cache";
         assert!(problem.description().contains(lists));
         problem.variant.window.right = None;
         assert!(

@@ -1,6 +1,6 @@
 //! What plans know of lists of keys.
 
-use super::{Inputs, KeyLists, ListEntries};
+use super::{Inputs, KeyLists, ListEntries, MAX_LEN};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::tensor::Tensor;
@@ -15,12 +15,21 @@ impl KeyLists {
             ListEntries::NumberedPages => ("keys in numbered pages", "sequence"),
         };
         let head = if self.per_head { " and key/value head" } else { "" };
-        format!("lists of up to {} {entries} per {owner}{head}", self.len)
+        let second = match self.second {
+            None => String::new(),
+            Some(len) => format!(", and of {len} of a second cache"),
+        };
+        format!("lists of up to {} {entries} per {owner}{head}{second}", self.len)
     }
 
     /// The argument that has the lists.
     pub(super) fn argument(self) -> &'static str {
         if self.lists_pages() { "page_indices" } else { "key_indices" }
+    }
+
+    /// Entries of the longest list, and of the longest second list.
+    pub(crate) fn walked(self) -> usize {
+        self.len.saturating_add(self.second.unwrap_or(0)).min(MAX_LEN)
     }
 
     /// Whether the lists are of pages.

@@ -24,6 +24,8 @@ pub(crate) struct PageList<'a> {
 /// The key of an entry of a page list.
 #[derive(Clone, Copy)]
 pub(crate) struct ListedKey {
+    /// The pool that it is in: 1 is the second cache.
+    pub pool: u8,
     /// Its position, or the entry itself if pages are not numbered.
     pub key: i32,
     pub block: i32,
@@ -46,7 +48,7 @@ impl PageList<'_> {
                 i32::try_from(first?.checked_add(slot)?).ok().filter(|&key| key < i32::MAX)?
             }
         };
-        Some(ListedKey { key, block, slot: slot as i32 })
+        Some(ListedKey { pool: 0, key, block, slot: slot as i32 })
     }
 }
 
@@ -59,7 +61,7 @@ impl<M: Memory> Inputs<'_, M> {
             Some(_) => ListEntries::NumberedPages,
             None => ListEntries::Pages,
         };
-        Some(KeyLists { len: self.page_slots(), per_head, entries })
+        Some(KeyLists { len: self.page_slots(), per_head, entries, second: None })
     }
 
     /// Slots of all pages of a list.

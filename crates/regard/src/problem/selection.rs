@@ -8,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{expect_dtype, expect_rank, expect_shape, expect_unit_stride, one_of};
 use crate::memory::Memory;
+use crate::tensor::Tensor;
 use crate::variant::QueryOffset;
 
 /// The entries in use of one list.
@@ -15,6 +16,8 @@ use crate::variant::QueryOffset;
 pub(crate) enum KeyList<'a> {
     /// Keys of the sequence, or physical slots.
     Keys(&'a [i32]),
+    /// Physical slots of two pools: first those of `k` and `v`, then those of the second cache.
+    TwoPools([&'a [i32]; 2]),
     /// The slots of pages.
     Pages(PageList<'a>),
 }
@@ -24,22 +27,23 @@ impl KeyList<'_> {
     pub fn len(&self) -> usize {
         match self {
             KeyList::Keys(entries) => entries.len(),
+            KeyList::TwoPools([first, second]) => first.len() + second.len(),
             KeyList::Pages(pages) => pages.len,
         }
     }
 }
 
 impl Problem {
-    /// Maximum keys that a row walks: the length of its list, or all.
+    /// Maximum keys that a row walks: the entries of its lists, or all.
     pub(crate) fn walked_keys(&self) -> usize {
-        self.key_lists.map_or(self.kv_len, |lists| lists.len)
+        self.key_lists.map_or(self.kv_len, KeyLists::walked)
     }
 
     /// What a GPU's decode kernels divide if rows have lists of keys: rows, as sequences of one
     /// token whose keys are the entries of their lists.
     pub(crate) fn listed_rows(&self) -> Option<Problem> {
         let lists = self.key_lists?;
-        let (batch, kv_len) = (self.rows() / self.query_heads, lists.len);
+        let (batch, kv_len) = (self.rows() / self.query_heads, lists.walked());
         let queries = QueryStorage::Batched;
         Some(Problem { batch, query_len: 1, kv_len, queries, ..self.clone() })
     }
@@ -47,6 +51,14 @@ impl Problem {
     pub(super) fn validate_lists(&self) -> Result<(), Error> {
         let Some(lists) = self.key_lists else { return Ok(()) };
         one_of(lists.argument(), lists.len, 0..MAX_LEN + 1)?;
+        if let Some(second) = lists.second {
+            one_of("second_indices", second, 0..MAX_LEN + 1 - lists.len)?;
+            if lists.entries != ListEntries::Slots {
+                let allowed = "given together with key_indices of physical slots \
+                               (indices_are_slots) only";
+                return Err(Error::argument("second_indices", "given", allowed));
+            }
+        }
         if lists.entries == ListEntries::Keys {
             return Ok(());
         }
@@ -117,7 +129,8 @@ impl<M: Memory> Inputs<'_, M> {
             true => ListEntries::Slots,
             false => ListEntries::Keys,
         };
-        Some(KeyLists { len, per_head, entries })
+        let second = self.second_len();
+        Some(KeyLists { len, per_head: per_head || self.second_per_head(), entries, second })
     }
 
     /// Slots of the pool that an entry can address.
@@ -168,27 +181,45 @@ impl<M: Memory> Inputs<'_, M> {
             }
             return Ok(());
         };
-        expect_dtype("key_indices", lists.dtype(), &[DType::I32])?;
-        expect_rank("key_indices", lists.shape(), 3, "[rows, Hkv or 1, n]")?;
-        expect_unit_stride("key_indices", lists.shape(), lists.strides())?;
-        let rows = problem.rows() / problem.query_heads;
-        let heads = if lists.shape()[1] == 1 { 1 } else { problem.kv_heads };
-        let expected = [rows, heads, lists.shape()[2]];
-        expect_shape("key_indices", lists.shape(), &expected, "[rows of q, Hkv or 1, n]")?;
-        let Some(counts) = &attention.key_counts else { return Ok(()) };
-        expect_dtype("key_counts", counts.dtype(), &[DType::I32])?;
-        let why = "as key_indices has, but for the last";
-        expect_shape("key_counts", counts.shape(), &expected[..2], why)?;
-        expect_unit_stride("key_counts", counts.shape(), counts.strides())
+        let counts = ("key_counts", &attention.key_counts);
+        check_lists_of_rows(problem, ("key_indices", lists), counts)
     }
+}
+
+/// The types, shapes and strides of one list per row, or per row and key/value head, and of their
+/// counts.
+pub(super) fn check_lists_of_rows<M: Memory>(
+    problem: &Problem,
+    (name, lists): (&str, &Tensor<M>),
+    (counts_name, counts): (&str, &Option<Tensor<M>>),
+) -> Result<(), Error> {
+    expect_dtype(name, lists.dtype(), &[DType::I32])?;
+    expect_rank(name, lists.shape(), 3, "[rows, Hkv or 1, n]")?;
+    expect_unit_stride(name, lists.shape(), lists.strides())?;
+    let rows = problem.rows() / problem.query_heads;
+    let heads = if lists.shape()[1] == 1 { 1 } else { problem.kv_heads };
+    let expected = [rows, heads, lists.shape()[2]];
+    expect_shape(name, lists.shape(), &expected, "[rows of q, Hkv or 1, n]")?;
+    let Some(counts) = counts else { return Ok(()) };
+    expect_dtype(counts_name, counts.dtype(), &[DType::I32])?;
+    let why = format!("as {name} has, but for the last");
+    expect_shape(counts_name, counts.shape(), &expected[..2], &why)?;
+    expect_unit_stride(counts_name, counts.shape(), counts.strides())
 }
 
 /// Counts of entries, which the host can read: none exceeds the room of its list.
 pub(super) fn check_counts(inputs: &Inputs) -> Result<(), Error> {
-    let (Some(lists), Some(counts)) = (&inputs.attention.key_indices, &inputs.attention.key_counts)
-    else {
-        return Ok(());
-    };
+    let attention = &inputs.attention;
+    check_counts_of("key_counts", &attention.key_indices, &attention.key_counts)?;
+    check_counts_of("second_counts", &attention.second_indices, &attention.second_counts)
+}
+
+fn check_counts_of(
+    name: &str,
+    lists: &Option<Tensor>,
+    counts: &Option<Tensor>,
+) -> Result<(), Error> {
+    let (Some(lists), Some(counts)) = (lists, counts) else { return Ok(()) };
     let len = lists.shape()[2];
     for row in 0..counts.shape()[0] {
         let counts = counts.select(0, row).expect("checked: a list per row");
@@ -196,7 +227,7 @@ pub(super) fn check_counts(inputs: &Inputs) -> Result<(), Error> {
         let outside = |&count: &i32| usize::try_from(count).map_or(true, |count| count > len);
         if let Some(head) = counts.iter().position(outside) {
             return Err(Error::argument(
-                format!("key_counts[{row}, {head}]"),
+                format!("{name}[{row}, {head}]"),
                 counts[head],
                 format!("0..={len} (the entries of a list)"),
             ));
@@ -217,19 +248,35 @@ impl<'a> Inputs<'a> {
         if let Some(pages) = self.page_list(sequence.index, head) {
             return Some(KeyList::Pages(pages));
         }
-        let lists = self.attention.key_indices?;
-        let row = match &self.attention.cu_seqlens_q {
+        let attention = &self.attention;
+        let row = match &attention.cu_seqlens_q {
             Some(_) => sequence.q_start + token,
             None => sequence.index * self.q.shape()[1] + token,
         };
-        let head = if lists.shape()[1] == 1 { 0 } else { head };
-        let list = lists.select(0, row).and_then(|row| row.select(0, head));
-        let list = list.expect("checked: a list per row").as_slice::<i32>();
-        let list = list.expect("checked: i32 with unit stride");
-        let count = self.attention.key_counts.map(|counts| {
-            let counts = counts.select(0, row).expect("checked: a count per list");
-            counts.as_slice::<i32>().expect("checked: i32 with unit stride")[head] as usize
-        });
-        Some(KeyList::Keys(&list[..count.unwrap_or(list.len())]))
+        let first = list_of_row(attention.key_indices?, attention.key_counts, [row, head]);
+        Some(match attention.second_indices {
+            None => KeyList::Keys(first),
+            Some(second) => {
+                let second = list_of_row(second, attention.second_counts, [row, head]);
+                KeyList::TwoPools([first, second])
+            }
+        })
     }
+}
+
+/// The entries in use of a row's list for a key/value head.
+fn list_of_row<'a>(
+    lists: Tensor<'a>,
+    counts: Option<Tensor<'a>>,
+    [row, head]: [usize; 2],
+) -> &'a [i32] {
+    let head = if lists.shape()[1] == 1 { 0 } else { head };
+    let list = lists.select(0, row).and_then(|row| row.select(0, head));
+    let list = list.expect("checked: a list per row").as_slice::<i32>();
+    let list = list.expect("checked: i32 with unit stride");
+    let count = counts.map(|counts| {
+        let counts = counts.select(0, row).expect("checked: a count per list");
+        counts.as_slice::<i32>().expect("checked: i32 with unit stride")[head] as usize
+    });
+    &list[..count.unwrap_or(list.len())]
 }

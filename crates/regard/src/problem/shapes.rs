@@ -1,5 +1,6 @@
 //! Checks of shapes, types and strides, for operands in any memory, before their contents are read.
 
+use super::check_scales::check_scales;
 use super::contents::{check_contents, is_within_factor_bound, longest};
 use super::key_shape::KeyShape;
 use super::{CACHE_DTYPES, Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
@@ -64,6 +65,7 @@ impl<M: Memory> Inputs<'_, M> {
         self.check_variant(&problem)?;
         self.check_list_shapes(&problem)?;
         self.check_page_list_shapes(&problem)?;
+        self.check_second_list(&problem)?;
         self.check_prefix_shapes(&problem)?;
         check_scales("k_scales", ("k", k), &attention.k_scales)?;
         check_scales("v_scales", ("v", v), self.value_scales())?;
@@ -324,37 +326,6 @@ fn expect_position(argument: &str, position: i64) -> Result<(), Error> {
         Ok(_) => Ok(()),
         Err(_) => Err(Error::argument(argument, position, "-2^31..2^31")),
     }
-}
-
-/// Checks scales: given for codes and for nothing else, of the shape of the codes.
-fn check_scales<M: Memory>(
-    argument: &str,
-    (scaled, codes): (&str, &Tensor<M>),
-    scales: &Option<Tensor<M>>,
-) -> Result<(), Error> {
-    let of_codes = || format!("`{scaled}` is {}", codes.dtype());
-    let Some(scales) = scales else {
-        if codes.dtype().is_code() {
-            return Err(Error::argument(argument, "missing", format!("scales: {}", of_codes())));
-        }
-        return Ok(());
-    };
-    if !codes.dtype().is_code() {
-        let allowed = format!("none: {}, and only e4m3, e5m2 and i8 have them", of_codes());
-        return Err(Error::argument(argument, "given", allowed));
-    }
-    expect_dtype(argument, scales.dtype(), &[DType::F32])?;
-    let rows = &codes.shape()[..codes.rank() - 1];
-    let fits = scales.rank() == rows.len()
-        && scales.shape().iter().zip(rows).all(|(&found, &n)| found == 1 || found == n);
-    if !fits {
-        return Err(Error::argument(
-            argument,
-            format!("of shape {:?}", scales.shape()),
-            format!("{rows:?}, any of them 1 (`{scaled}` without its last dimension)"),
-        ));
-    }
-    Ok(())
 }
 
 impl<M: Memory> Outputs<'_, M> {

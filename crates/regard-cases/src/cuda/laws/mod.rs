@@ -7,6 +7,7 @@ mod graphs;
 mod interface;
 mod invariance;
 mod merge;
+mod schedule;
 
 use super::Runner;
 use crate::check::Failure;
@@ -37,6 +38,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "graph-decode", check: graphs::decode },
     Law { name: "graph-ragged", check: graphs::ragged },
     Law { name: "graph-shards", check: graphs::shards },
+    Law { name: "scheduled-equals-plain", check: schedule::scheduled_equals_plain },
     Law { name: "refusals", check: interface::refusals },
     Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
     Law { name: "append", check: append::append },

@@ -1,6 +1,7 @@
 //! Measuring on an NVIDIA GPU. Times are the GPU's own: launches recorded in a graph, between two
 //! events.
 
+mod lists;
 mod operands;
 mod timing;
 
@@ -111,14 +112,14 @@ fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, 
     };
     let first = case.run(|_, outputs| {
         let on_gpu = OnGpu::new(bench, target, &uploaded, outputs)?;
-        on_gpu.run_once(bench, &uploaded[0])?;
+        on_gpu.queue(bench, &uploaded[0], request.layers.map(|_| true))?;
         on_gpu.download(bench, outputs)?;
         Ok(())
     });
     judged(&first.map_err(text)?, case)?;
     let last = case.run(|_, outputs| {
         let on_gpu = OnGpu::new(bench, target, &uploaded, outputs)?;
-        kernel_times = Some(on_gpu.time(bench, &uploaded, &request.effort)?);
+        kernel_times = Some(on_gpu.time(bench, &uploaded, request)?);
         on_gpu.download(bench, outputs)?;
         plan = Some(on_gpu.plan);
         Ok(())
@@ -126,13 +127,17 @@ fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, 
     let agreement = judged(&last.map_err(text)?, case)?;
     let (plan, times) = plan.zip(kernel_times).ok_or("the runner was not called")?;
 
+    let mut record = timed("cuda", target, &work, times);
+    if request.layers.is_some() {
+        record.name.push_str(" scheduled");
+    }
     Ok(Record {
         machine: Some(bench.name.clone()),
         kernel: Some(plan.choice().kernel.name().into()),
         copies: Some(copies),
         max_error: Some(agreement.out_error),
         error_of_allowed: Some(agreement.worst),
-        ..timed("cuda", target, &work, times)
+        ..record
     })
 }
 
@@ -163,21 +168,23 @@ impl OnGpu {
         Ok(OnGpu { plan, out, lse, workspace })
     }
 
-    /// Queues a run on one copy of the operands.
-    fn run_once(&self, bench: &Bench, on: &Uploaded) -> Result<(), Error> {
+    /// Queues a run on one copy of the operands; `schedule` says that it reads a schedule, and
+    /// whether it is the first one that does.
+    fn queue(&self, bench: &Bench, on: &Uploaded, schedule: Option<bool>) -> Result<(), Error> {
         let mut views =
             Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
-        let workspace = self.workspace.raw();
+        let (plan, inputs) = (&self.plan, on.inputs());
+        let (stream, workspace) = (bench.stream.cu_stream(), self.workspace.raw());
         // SAFETY: the stream is of this GPU; operands, outputs and workspace live until it has been
-        // waited for.
+        // waited for. All copies of the operands have the same lengths.
         unsafe {
-            bench.gpu.run_raw(
-                &self.plan,
-                bench.stream.cu_stream(),
-                &on.inputs(),
-                &mut views,
-                workspace,
-            )
+            if schedule == Some(true) {
+                bench.gpu.schedule(plan, stream, &inputs, &views, workspace)?;
+            }
+            match schedule {
+                Some(_) => bench.gpu.run_scheduled(plan, stream, &inputs, &mut views, workspace),
+                None => bench.gpu.run_raw(plan, stream, &inputs, &mut views, workspace),
+            }
         }
     }
 
@@ -195,9 +202,12 @@ impl OnGpu {
         &self,
         bench: &Bench,
         copies: &[Uploaded],
-        effort: &super::Effort,
+        request: &Request,
     ) -> Result<Vec<f64>, Error> {
-        let launch = |i: usize| self.run_once(bench, &copies[i % copies.len()]);
-        timing::time(bench, copies.len(), launch, effort)
+        let launch = |i: usize| {
+            let schedule = request.layers.map(|layers| i.is_multiple_of(layers));
+            self.queue(bench, &copies[i % copies.len()], schedule)
+        };
+        timing::time(bench, copies.len(), launch, &request.effort)
     }
 }

@@ -2,6 +2,7 @@
 
 use super::super::operands::shard_of_two;
 use super::super::shapes::{Layout, MIXED, Target};
+use super::lists::Lists;
 use crate::models::query_lengths;
 use regard::format::BLOCK_VALUES;
 use regard::{
@@ -35,19 +36,21 @@ impl Operands {
         if problem.variant.tree {
             return Err(Error::argument("shape", "with a tree", "a shape without, on a GPU"));
         }
-        if problem.key_lists.is_some() {
-            return Err(Error::argument("shape", "with list=N", "a shape without, on a GPU"));
-        }
         let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
         let query_lens = query_lengths(problem, target.prompt_every);
         let q = queries(target, &query_lens)?;
-        let Keys { k, mut v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target)?;
+        let Keys { k, mut v, mut kv_lens, cu_seqlens_k, mut block_table } = Keys::new(target)?;
+        let paged = block_table.is_some();
+        let lists = Lists::new(target, &query_lens, block_table.as_ref())?;
+        // Slots and pages of the pool have no positions.
+        if lists.indices_are_slots || lists.page_indices.is_some() {
+            (kv_lens, block_table) = (None, None);
+        }
         let has_own_values = problem.values == Values::Separate;
         if !has_own_values {
             v = k.prefix(problem.value_dim)?;
         }
         let cu_seqlens_q = ragged_queries.then(|| starts(&query_lens)).transpose()?;
-        let paged = block_table.is_some();
         let mask = problem
             .variant
             .mask
@@ -96,6 +99,9 @@ impl Operands {
                     k_scales,
                     v_scales,
                     values: problem.values,
+                    key_indices: lists.key_indices,
+                    indices_are_slots: lists.indices_are_slots,
+                    page_indices: lists.page_indices,
                     batch_invariant: problem.batch_invariant,
                     // Slopes and sinks.
                     ..small.attention
@@ -380,6 +386,9 @@ mod tests {
             "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 page=16 k=e4m3 v=q4_0 scale=page-head",
             "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
             "b=2 hq=4 hkv=2 d=32 lq=40 ragged kv=e5m2 scale=tensor",
+            "b=2 hq=4 hkv=2 d=32 lq=3 lk=40 causal page=16 list=9 list-heads",
+            "b=2 hq=4 hkv=1 d=32 dv=16 lq=3 lk=40 latent page=16 list=9 slots",
+            "b=2 hq=4 hkv=2 d=32 lq=3 lk=64 page=16 list=32 list-pages list-heads",
         ]
         .map(String::from)
         .into();

@@ -4,7 +4,7 @@
 //! dimension of length 1, or of a view without elements, may be any number: it is multiplied by 0
 //! or never used to read. Its byte offset may wrap.
 
-use super::list_tile::ListTile;
+use super::list_tile::{EntryPlace, ListTile};
 use crate::cpu::product::prefetch::PrefetchRows;
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::{Dims, Tensor};
@@ -55,6 +55,16 @@ pub struct KeyAddresses<'a> {
     paged: Option<Pages<'a>>,
     /// The entries of the tile that is being walked, if the row has a list of keys; else null.
     list: *const ListTile,
+    /// The second cache, if lists name keys of one.
+    second: Option<SecondPool>,
+}
+
+/// Where the keys of the second cache are, from the same key/value head on.
+#[derive(Clone, Copy)]
+struct SecondPool {
+    data: *const u8,
+    key_bytes: i64,
+    page_bytes: i64,
 }
 
 #[derive(Clone, Copy)]
@@ -93,6 +103,7 @@ impl<'a> KeyAddresses<'a> {
             page_bytes: if is_pool { strides[0].wrapping_mul(size) } else { 0 },
             paged,
             list: std::ptr::null(),
+            second: None,
         }
     }
 
@@ -126,6 +137,7 @@ impl<'a> KeyAddresses<'a> {
             page_bytes: if is_pool { page_bytes } else { 0 },
             paged,
             list: std::ptr::null(),
+            second: None,
         }
     }
 
@@ -135,9 +147,36 @@ impl<'a> KeyAddresses<'a> {
         KeyAddresses { list, ..self }
     }
 
+    /// The same with keys (or values) of a second cache, from key/value head `head` on.
+    pub fn with_second(self, pool: &Tensor<'a>, head: usize) -> KeyAddresses<'a> {
+        let size = pool.dtype().size() as i64;
+        let bytes = |dim: usize| pool.strides()[dim].wrapping_mul(size);
+        self.with_second_at(pool.as_ptr(), [bytes(0), bytes(1), bytes(2)], head)
+    }
+
+    /// The same with scales of a second cache. A dimension of length 1 stands for all.
+    pub fn with_second_scales(self, scales: &Tensor<'a>, head: usize) -> KeyAddresses<'a> {
+        let size = scales.dtype().size() as i64;
+        let bytes = |dim: usize| match scales.shape()[dim] {
+            1 => 0,
+            _ => scales.strides()[dim].wrapping_mul(size),
+        };
+        self.with_second_at(scales.as_ptr(), [bytes(0), bytes(1), bytes(2)], head)
+    }
+
+    fn with_second_at(
+        self,
+        data: *const u8,
+        [page_bytes, key_bytes, head_bytes]: [i64; 3],
+        head: usize,
+    ) -> KeyAddresses<'a> {
+        let data = data.wrapping_offset((head as i64).wrapping_mul(head_bytes) as isize);
+        KeyAddresses { second: Some(SecondPool { data, key_bytes, page_bytes }), ..self }
+    }
+
     /// Whether all keys have the address of key 0.
     pub fn is_constant(&self) -> bool {
-        self.key_bytes == 0 && self.page_bytes == 0
+        self.key_bytes == 0 && self.page_bytes == 0 && self.second.is_none()
     }
 
     /// The address for head `head` of a key, if all keys have the same.
@@ -188,16 +227,21 @@ impl<'a> KeyAddresses<'a> {
             page_bytes: 0,
             paged: None,
             list: std::ptr::null(),
+            second: None,
         }
     }
 
     /// Writes the addresses of the keys of entries `first..first + addresses.len()`.
     fn listed_addresses(&self, list: &ListTile, first: usize, addresses: &mut [*const u8]) {
         for (i, address) in addresses.iter_mut().enumerate() {
-            let (block, slot) = list.place(first + i);
-            let offset = block.wrapping_mul(self.page_bytes);
-            let offset = offset.wrapping_add(slot.wrapping_mul(self.key_bytes));
-            *address = self.data.wrapping_offset(offset as isize);
+            let EntryPlace { pool, block, slot } = list.place(first + i);
+            let (data, page_bytes, key_bytes) = match &self.second {
+                Some(second) if pool == 1 => (second.data, second.page_bytes, second.key_bytes),
+                _ => (self.data, self.page_bytes, self.key_bytes),
+            };
+            let offset = block.wrapping_mul(page_bytes);
+            let offset = offset.wrapping_add(slot.wrapping_mul(key_bytes));
+            *address = data.wrapping_offset(offset as isize);
         }
     }
 }

@@ -19,14 +19,27 @@ pub struct ListTile {
     /// of another entry of the tile: what this row sees is finite, so 0 times that is 0.
     pub blocks: [i32; MAX_ENTRIES],
     pub slots: [i32; MAX_ENTRIES],
+    /// The pool that each key is in: 1 is the second cache.
+    pub pools: [u8; MAX_ENTRIES],
+}
+
+/// Where the key of an entry is.
+pub struct EntryPlace {
+    pub pool: usize,
+    pub block: i64,
+    pub slot: i64,
 }
 
 impl ListTile {
-    /// The block and slot of an entry. Entries past the last resolved one count as that: they are
-    /// only prefetched.
+    /// The pool, block and slot of an entry. Entries past the last resolved one count as that: they
+    /// are only prefetched.
     #[inline(always)]
-    pub fn place(&self, entry: usize) -> (i64, i64) {
+    pub fn place(&self, entry: usize) -> EntryPlace {
         let i = (entry - self.first).min(self.len - 1);
-        (i64::from(self.blocks[i]), i64::from(self.slots[i]))
+        EntryPlace {
+            pool: usize::from(self.pools[i]),
+            block: i64::from(self.blocks[i]),
+            slot: i64::from(self.slots[i]),
+        }
     }
 }

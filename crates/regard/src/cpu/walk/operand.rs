@@ -57,6 +57,18 @@ struct Conversion {
     row_bytes: usize,
 }
 
+/// Keys or values, and those of the second cache.
+struct Pools<'a> {
+    first: &'a Tensor<'a>,
+    scales: &'a Option<Tensor<'a>>,
+    second: Second<'a>,
+}
+
+struct Second<'a> {
+    pool: Option<Tensor<'a>>,
+    scales: &'a Option<Tensor<'a>>,
+}
+
 impl<'a> Operand<'a> {
     /// The item's keys. `E` is the type of queries.
     pub fn keys<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
@@ -64,7 +76,9 @@ impl<'a> Operand<'a> {
         let attention = &call.inputs.attention;
         let (dtype, dim) = (call.problem.key_dtype, call.problem.head_dim);
         let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
-        Operand::new(ctx, &call.inputs.k, reader, &attention.k_scales, scratch.key_scales)
+        let second = Second { pool: attention.second_k, scales: &attention.second_k_scales };
+        let pools = Pools { first: &call.inputs.k, scales: &attention.k_scales, second };
+        Operand::new(ctx, pools, reader, scratch.key_scales)
     }
 
     /// The item's values.
@@ -72,14 +86,16 @@ impl<'a> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
         let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
-        Operand::new(ctx, &call.inputs.v, reader, call.inputs.value_scales(), scratch.value_scales)
+        let inputs = call.inputs;
+        let second = Second { pool: inputs.second_values(), scales: inputs.second_value_scales() };
+        let pools = Pools { first: &inputs.v, scales: inputs.value_scales(), second };
+        Operand::new(ctx, pools, reader, scratch.value_scales)
     }
 
     fn new(
         ctx: ItemContext<'a>,
-        tensor: &'a Tensor<'a>,
+        pools: Pools<'a>,
         reader: RowReader,
-        scales: &'a Option<Tensor<'a>>,
         tile: *mut f32,
     ) -> Operand<'a> {
         let ItemContext { call, item, .. } = ctx;
@@ -88,9 +104,13 @@ impl<'a> Operand<'a> {
             Some(_) => ctx.scratch.list.cast_const(),
             None => std::ptr::null(),
         };
+        let Pools { first: tensor, scales, second } = pools;
         let scales = scales.as_ref().map(|scales| {
             let addresses = KeyAddresses::for_scales(call.inputs, scales, tensor, sequence, head);
-            let addresses = addresses.listed(list);
+            let mut addresses = addresses.listed(list);
+            if let Some(scales) = second.scales {
+                addresses = addresses.with_second_scales(scales, head);
+            }
             let constant = addresses.is_constant();
             if constant && !item.keys.is_empty() {
                 // SAFETY: checked: a scale per head. The scratch has a tile of scales per head.
@@ -98,7 +118,10 @@ impl<'a> Operand<'a> {
             }
             Scales { addresses, tile, constant }
         });
-        let rows = KeyAddresses::new(call.inputs, tensor, sequence, head).listed(list);
+        let mut rows = KeyAddresses::new(call.inputs, tensor, sequence, head).listed(list);
+        if let Some(pool) = &second.pool {
+            rows = rows.with_second(pool, head);
+        }
         Operand { rows, reader, later_rows: None, scales }
     }
 

@@ -7,6 +7,7 @@ use super::item::TileSpan;
 use super::list_tile::MAX_ENTRIES;
 use crate::positions::SequenceKeys;
 use crate::problem::{KeyList, KvStorage, ListedKey, MAX_LEN, PageList};
+use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// The list of an item's row.
@@ -17,8 +18,22 @@ pub struct RowList<'a> {
 }
 
 enum Entries<'a> {
-    Keys { list: &'a [i32], pages: Pages<'a> },
+    Keys {
+        list: &'a [i32],
+        pages: Pages<'a>,
+    },
+    /// Physical slots of two pools.
+    TwoPools {
+        lists: [&'a [i32]; 2],
+        pools: [SlotPool; 2],
+    },
     Pages(PageList<'a>),
+}
+
+/// A pool whose slots are listed.
+struct SlotPool {
+    page_size: u32,
+    slots: usize,
 }
 
 /// How an entry of a list of keys becomes an address.
@@ -31,6 +46,16 @@ enum Pages<'a> {
     Slots { page_size: u32 },
 }
 
+impl SlotPool {
+    /// The key of a slot; `None` if the pool has no such slot.
+    #[inline(always)]
+    fn key(&self, slot: i32, pool: u8) -> Option<ListedKey> {
+        let at = u32::try_from(slot).ok().filter(|&at| (at as usize) < self.slots)?;
+        let (block, in_block) = ((at / self.page_size) as i32, (at % self.page_size) as i32);
+        Some(ListedKey { pool, key: slot, block, slot: in_block })
+    }
+}
+
 impl<'a> RowList<'a> {
     /// The list of the item's row, if rows have lists. Such an item has rows of one token only.
     pub fn new(ctx: ItemContext<'a>) -> Option<RowList<'a>> {
@@ -40,6 +65,18 @@ impl<'a> RowList<'a> {
         let position = item.sequence.q_offset + token as i64;
         let list = match list {
             KeyList::Keys(list) => list,
+            KeyList::TwoPools(lists) => {
+                let inputs = call.inputs;
+                let pool =
+                    |keys: &Tensor, slots| SlotPool { page_size: keys.shape()[1] as u32, slots };
+                let second = inputs.attention.second_k.as_ref().expect("checked: given with lists");
+                let pools =
+                    [pool(&inputs.k, item.sequence.kv_len), pool(second, inputs.second_slots())];
+                return Some(RowList {
+                    entries: Entries::TwoPools { lists, pools },
+                    visible: 0..0,
+                });
+            }
             KeyList::Pages(pages) => {
                 let keys = SequenceKeys::from(MAX_LEN);
                 let visible = call.problem.variant.visible(position, keys);
@@ -68,19 +105,26 @@ impl<'a> RowList<'a> {
         let (list, pages) = match &self.entries {
             Entries::Keys { list, pages } => (list, pages),
             Entries::Pages(list) => return list.key(entry).filter(|listed| visible(listed.key)),
+            Entries::TwoPools { lists: [first, second], pools } => {
+                let (pool, entry) = match entry.checked_sub(first.len()) {
+                    None => (0, first[entry]),
+                    Some(entry) => (1, second[entry]),
+                };
+                return pools[pool].key(entry, pool as u8);
+            }
         };
         let key = Some(list[entry]).filter(|&key| visible(key))?;
         let at = key as u32;
         match *pages {
-            Pages::None => Some(ListedKey { key, block: 0, slot: key }),
+            Pages::None => Some(ListedKey { pool: 0, key, block: 0, slot: key }),
             Pages::Slots { page_size } => {
                 let (block, slot) = ((at / page_size) as i32, (at % page_size) as i32);
-                Some(ListedKey { key, block, slot })
+                Some(ListedKey { pool: 0, key, block, slot })
             }
             Pages::Table { table, page_size, blocks } => {
                 let block = table[(at / page_size) as usize];
                 let slot = (at % page_size) as i32;
-                ((block as u32) < blocks).then_some(ListedKey { key, block, slot })
+                ((block as u32) < blocks).then_some(ListedKey { pool: 0, key, block, slot })
             }
         }
     }
@@ -104,14 +148,15 @@ impl<'a> RowList<'a> {
                 kept = listed;
             }
             skipped += usize::from(listed.is_none() && i < in_tile);
-            let none = ListedKey { key: -1, block: 0, slot: 0 };
-            let ListedKey { key, block, slot } = listed.unwrap_or(none);
+            let none = ListedKey { pool: 0, key: -1, block: 0, slot: 0 };
+            let ListedKey { pool, key, block, slot } = listed.unwrap_or(none);
             (tile.keys[i], tile.blocks[i], tile.slots[i]) = (key, block, slot);
+            tile.pools[i] = pool;
         }
         (tile.first, tile.len, tile.skipped) = (first, len, skipped);
-        let Some(ListedKey { block, slot, .. }) = kept else { return false };
+        let Some(ListedKey { pool, block, slot, .. }) = kept else { return false };
         for i in (0..len).filter(|&i| tile.keys[i] < 0) {
-            (tile.blocks[i], tile.slots[i]) = (block, slot);
+            (tile.blocks[i], tile.slots[i], tile.pools[i]) = (block, slot, pool);
         }
         true
     }

@@ -414,9 +414,10 @@ impl DecodeConfig {
         }
     }
 
-    /// Threads per CTA over latent caches: two value warpgroups, a score warpgroup, a producer's.
+    /// Threads per CTA over latent caches: two value warpgroups, a producer's, and with 16 rows a
+    /// score warpgroup.
     pub const fn latent_threads(&self) -> usize {
-        128 * 4
+        if self.tile_rows == 16 { 128 * 4 } else { 128 * 3 }
     }
 
     /// Dynamic shared memory per CTA over latent caches, in bytes; the kernel asserts its layout
@@ -424,11 +425,12 @@ impl DecodeConfig {
     pub const fn latent_shared_bytes(&self) -> usize {
         let Operands { head_dim, value_dim, .. } = self.operands;
         let rows = self.tile_rows / self.ctas_per_tile();
-        let (chunks, rest_stages) = if rows == 16 { (11, 3) } else { (8, 1) };
         let queries = rows * head_dim * 2;
-        let keys = 64 * 2 * (chunks * 128 + rest_stages * (head_dim - value_dim));
-        let probabilities = 2 * rows * 128;
-        let exchange = 512 + 3 * rows * 4;
+        // 64 rows keep their probabilities in the place of keys, and more numbers per row.
+        let (chunks, probabilities, numbers) =
+            if rows == 16 { (11, 2 * rows * 128, 3) } else { (8, 0, 6) };
+        let keys = 64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim));
+        let exchange = 512 + numbers * rows * 4;
         1024 + queries + keys + probabilities + exchange
     }
 
@@ -605,9 +607,12 @@ impl PrefillConfig {
         self.shared_bytes() + self.tile_rows * PrefillConfig::PREFIX_ROW_BYTES
     }
 
-    const fn prefix_name(&self) -> Name {
+    const fn prefix_name(&self, architecture: Architecture) -> Name {
         let name = self.operands.name(Family::PrefixSm80);
-        name.text(self.operands.build_name()).text("_sm80")
+        name.text(self.operands.build_name()).text(match architecture {
+            Architecture::Compute80 => "_sm80",
+            Architecture::Compute90 | Architecture::Compute90a => "_sm90",
+        })
     }
 
     fn prefix_defines(&self) -> Vec<(&'static str, usize)> {
@@ -664,7 +669,7 @@ impl Module {
         let name = match &config {
             Config::Decode(decode) => decode.name(architecture),
             Config::Prefill(prefill) => prefill.name(),
-            Config::Prefix(prefix) => prefix.prefix_name(),
+            Config::Prefix(prefix) => prefix.prefix_name(architecture),
             Config::Utility(family) => Name::new(family.name()),
         };
         Module { name, config, architecture, package: Package::Base, must_not_spill: false }

@@ -62,10 +62,11 @@ impl Rows {
         Module::new(Config::Decode(config), architecture)
     }
 
-    /// A decode module for latent caches: head dims of keys and of values, query rows per tile.
-    const fn latent(&self, (head_dim, value_dim): (usize, usize), tile_rows: usize) -> Module {
-        let operands = self.operands(head_dim, value_dim, Specialized);
-        let config = DecodeConfig { operands, cache: Cache::Latent, tile_rows, lists: false };
+    /// A decode module for latent caches, 576/512: query rows per tile, whether rows have lists of
+    /// keys.
+    const fn latent(&self, tile_rows: usize, lists: bool) -> Module {
+        let operands = self.operands(576, 512, Specialized);
+        let config = DecodeConfig { operands, cache: Cache::Latent, tile_rows, lists };
         Module::new(Config::Decode(config), Compute90a)
     }
 
@@ -194,8 +195,15 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for latent caches, on Hopper.
-    const fn decode_latent(&self) -> [Module; 3] {
-        [self.latent((576, 512), 16), self.latent((576, 512), 64), self.latent((576, 512), 128)]
+    const fn decode_latent(&self) -> [Module; 6] {
+        [
+            self.latent(16, false),
+            self.latent(64, false),
+            self.latent(128, false),
+            self.latent(16, true),
+            self.latent(64, true),
+            self.latent(128, true),
+        ]
     }
 
     /// The decode modules for caches in any format each under queries of any type, in f32.
@@ -342,9 +350,12 @@ impl Rows {
         Module::new(Config::Prefix(config), module.architecture)
     }
 
-    /// The modules for prefix groups of a 16-bit type.
-    const fn prefix_16_bit(&self) -> [Module; 5] {
+    /// The modules for prefix groups of a 16-bit type. Specialized modules come in two builds: only
+    /// that for Hopper and later runs beside decode.
+    const fn prefix_16_bit(&self) -> [Module; 7] {
         [
+            self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)).for_hopper(),
+            self.prefix(128, Specialized, tile(128, 64), sm80(32, 1, 2, 2)).for_hopper(),
             self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)),
             self.prefix(128, Specialized, tile(128, 64), sm80(32, 1, 2, 2)),
             self.prefix(64, Fallback, tile(128, 64), sm80(32, 1, 4, 2)),
@@ -372,6 +383,11 @@ const UTILITIES: [Module; 4] = [
 ];
 
 impl Module {
+    /// The same for Hopper and later.
+    const fn for_hopper(self) -> Module {
+        Module::new(self.config, Compute90)
+    }
+
     const fn must_not_spill(self) -> Module {
         self.must_not_spill_if(true)
     }

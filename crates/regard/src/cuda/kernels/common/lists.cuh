@@ -4,6 +4,8 @@
 // An entry is the position of a key in the row's sequence, or a physical slot of the pool. If lists are of pages, the
 // rows of a sequence share them, and entry e is slot e % block_size of page e / block_size. Entries that name no key,
 // or one that the row does not see, are skipped: nothing is loaded, and their score is -inf.
+//
+// With a second cache, a row's entries are those of its list of slots, then those of its list of slots of that cache.
 #pragma once
 #include "common/paging.cuh"
 
@@ -49,12 +51,21 @@ static __device__ __forceinline__ int list_owner(const AttentionParameters &para
     return lists_of(params).are_pages ? s.sequence : s.list_row;
 }
 
-// Entries in use of the list of a row and key/value head.
+// Entries in use of the list of a row and key/value head; without those of a second list.
 static __device__ __forceinline__ int list_len(const AttentionParameters &params, const SequenceInfo &s, int kv_head) {
     const ListParameters &lists = lists_of(params);
     if (!lists.counts) return lists.len;
     long long at = list_owner(params, s) * lists.count_strides.token + kv_head * lists.count_strides.head;
     return clamp_int(((const int *)lists.counts)[at], 0, lists.len);
+}
+
+// Entries in use of its list into the second cache.
+static __device__ __forceinline__ int second_len(const AttentionParameters &params, const SequenceInfo &s,
+                                                 int kv_head) {
+    const SecondCache &second = lists_of(params).second;
+    if (!second.counts) return second.len;
+    long long at = s.list_row * second.count_strides.token + kv_head * second.count_strides.head;
+    return clamp_int(((const int *)second.counts)[at], 0, second.len);
 }
 
 static __device__ __forceinline__ const int *list_of(const AttentionParameters &params, const SequenceInfo &s,
@@ -91,13 +102,14 @@ static __device__ __forceinline__ SequenceInfo load_listed_row(const AttentionPa
     s.offset += token;
     s.q_start += token;
     s.q_len = 1;
-    // Slots have no positions: a row sees all of the pool. Of pages, any position may be listed.
-    if (lists_of(params).are_slots) s.kv_len = (int)min((long long)params.blocks * params.block_size, 0x7fffffffll);
-    if (lists_of(params).are_pages) s.kv_len = 0x7fffffff;
+    // Slots have no positions: a row sees all of a pool. Of pages, any position may be listed.
+    const ListParameters &lists = lists_of(params);
+    if (lists.are_slots || lists.are_pages) s.kv_len = 0x7fffffff;
     // Heads that share a list have a stride of 0.
-    int heads = lists_of(params).count_strides.head ? params.kv_heads : 1;
+    int heads = lists.count_strides.head || lists.second.count_strides.head ? params.kv_heads : 1;
     s.walked = 0;
-    for (int head = 0; head < heads; head++) s.walked = max(s.walked, list_len(params, s, head));
+    for (int head = 0; head < heads; head++)
+        s.walked = max(s.walked, list_len(params, s, head) + second_len(params, s, head));
     return s;
 }
 
@@ -106,36 +118,76 @@ static __device__ __forceinline__ SequenceInfo load_listed_row(const AttentionPa
 struct ListedKey {
     int key;
     KeyPlace place;
+    bool in_second; // cache
 };
+
+// The list of a tile's head. Its rows are heads of one token; its keys are numbered by the entries.
+template <class Tile> static __device__ __forceinline__ void set_list(const AttentionParameters &params, Tile &tile) {
+    tile.first_list_len = list_len(params, tile.seq, tile.kv_head);
+    tile.any_start = 0, tile.any_end = tile.first_list_len + second_len(params, tile.seq, tile.kv_head);
+    tile.list = list_of(params, tile.seq, tile.kv_head);
+    tile.numbers = numbers_of(params, tile.seq, tile.kv_head);
+}
 
 // The slot of a listed page.
 template <class Tile> static __device__ __forceinline__ ListedKey find_key_of_page(const AttentionParameters &params,
                                                                                    const Tile &tile, int entry) {
-    constexpr ListedKey NONE = {-1, {0, 0}};
+    constexpr ListedKey NONE = {-1, {0, 0}, false};
     int index = page_index(params, entry);
     KeyPlace place = {tile.list[index], page_slot(params, entry, index)};
     if (place.batch < 0 || place.batch >= params.blocks) return NONE;
-    if (!tile.numbers) return {entry, place};
+    if (!tile.numbers) return {entry, place, false};
     long long key = (long long)tile.numbers[index] * params.block_size + place.token;
     if (key < tile.every_start || key >= tile.every_end) return NONE;
-    return {(int)key, place};
+    return {(int)key, place, false};
 }
 
-// The key of entry `entry` of a tile's list.
+// The slot of entry `entry` of a tile's list into the second cache.
+template <class Tile> static __device__ __forceinline__ ListedKey find_second_key(const AttentionParameters &params,
+                                                                                  const Tile &tile, int entry) {
+    constexpr ListedKey NONE = {-1, {0, 0}, true};
+    const SecondCache &second = lists_of(params).second;
+    int slot = ((const int *)second.indices)[tile.seq.list_row * second.index_strides.token +
+                                             tile.kv_head * second.index_strides.head + entry];
+    if (slot < 0 || slot == 0x7fffffff) return NONE;
+    int page = second.block_shift >= 0 ? slot >> second.block_shift : slot / second.block_size;
+    if (page >= second.blocks) return NONE;
+    return {slot, {page, slot - page * second.block_size}, true};
+}
+
+// The key of entry `entry` of a tile's lists.
 template <class Tile> static __device__ __forceinline__ ListedKey find_listed_key(const AttentionParameters &params,
                                                                                   const Tile &tile, int entry) {
     if (lists_of(params).are_pages) return find_key_of_page(params, tile, entry);
-    constexpr ListedKey NONE = {-1, {0, 0}};
+    if (entry >= tile.first_list_len) return find_second_key(params, tile, entry - tile.first_list_len);
+    constexpr ListedKey NONE = {-1, {0, 0}, false};
     int key = tile.list[entry];
     if (key < tile.every_start || key >= tile.every_end) return NONE;
     if (lists_of(params).are_slots) {
         int page = page_index(params, key);
-        return {key, {page, page_slot(params, key, page)}};
+        if (page >= params.blocks) return NONE;
+        return {key, {page, page_slot(params, key, page)}, false};
     }
     // Bases are those of the tile's sequence.
-    if (!params.block_size) return {key, {0, key}};
+    if (!params.block_size) return {key, {0, key}, false};
     KeyPlace place;
     find_paged_place(params, tile, key, place);
     if (place.batch < 0 || place.batch >= params.blocks) return NONE;
-    return {key, place};
+    return {key, place, false};
+}
+
+// The address of a listed key of 16 bits per element.
+template <class Tile> static __device__ __forceinline__ unsigned long long
+listed_key_address(const AttentionParameters &params, const Tile &tile, const ListedKey &listed) {
+    KeyPlace place = listed.place;
+    const KvTensor &keys = listed.in_second ? lists_of(params).second.keys : params.keys;
+    long long at =
+        place.batch * keys.strides.batch + place.token * keys.strides.token + tile.kv_head * keys.strides.head;
+    // Without pages, places are counted from the tile's sequence.
+    if (!listed.in_second && !params.block_size) {
+        long long value_start;
+        find_kv_start(params, tile, at, value_start);
+        at += place.token * keys.strides.token;
+    }
+    return keys.pointer + at * 2;
 }

@@ -22,6 +22,29 @@ static __device__ __forceinline__ const int *page_table(const AttentionParameter
     return (const int *)params.block_table + sequence * params.block_table_stride;
 }
 
+// The parameters are cold in the constant cache: each warp touches a part of them.
+static __device__ __forceinline__ void touch_parameters(const AttentionParameters &params) {
+    int touched = ((const int *)&params)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(params) / 4 - 1)];
+    asm volatile("" ::"r"(touched));
+}
+
+// Every CTA reads the lengths and a small page table soon, in dependent loads: prefetch all of them now.
+static __device__ __forceinline__ void prefetch_lengths(const AttentionParameters &params) {
+    int at = threadIdx.x * 128;
+    [[maybe_unused]] int unused; // the load only fills the cache
+    if (params.kv_lens && at < params.batch * 4)
+        asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
+    if (params.block_size && params.block_shift >= 0) {
+        long long columns = (params.kv_len + params.block_size - 1ll) >> params.block_shift,
+                  bytes = ((params.batch - 1) * params.block_table_stride + columns) * 4;
+        if (at >= bytes) return;
+        if (bytes <= 16 << 10)
+            asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.block_table + at));
+        else if (bytes <= 1 << 20)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(params.block_table + at));
+    }
+}
+
 // The place of a key in a tensor of keys or values: batch index and token; with paged KV, page and slot.
 struct KeyPlace {
     int batch, token;

@@ -137,6 +137,7 @@ static_assert(sizeof(KeyPositions) == 32, "as the host has it");
 struct StreamK {
     // Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
     unsigned long long partial_ranges;
+    unsigned long long schedule; // Workspace: the work of each CTA, as `schedule_ctas` left it; 0 if decode finds it.
     long long work_total; // Work of all tiles if the host knows that all lengths are equal; else 0.
     long long work_per_cta; // Work per CTA.
     long long work_per_tile; // Work per tile, if `work_total` is given.
@@ -145,7 +146,7 @@ struct StreamK {
     int partials_per_cta; // Partial states that one CTA may leave.
     int key_groups; // Groups of warps that share the keys of a CTA.
 };
-static_assert(sizeof(StreamK) == 48, "as the host has it");
+static_assert(sizeof(StreamK) == 56, "as the host has it");
 
 // The tile map of a mask: what the mask does to each K tile.
 struct TileMap {
@@ -215,7 +216,7 @@ struct AttentionParameters {
     int query_len_bound; // Maximum query tokens of a ragged sequence; lengths are clamped to it.
     int kv_len_bound; // Maximum keys of a ragged sequence, likewise.
 };
-static_assert(sizeof(AttentionParameters) == 576, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 584, "as the host has it");
 
 // Further parameters of the prefill kernels: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {
@@ -275,6 +276,25 @@ struct CacheParameters {
 };
 static_assert(sizeof(CacheParameters) == 80, "as the host has it");
 
+// A second cache, and the list of its slots that each row attends to as well.
+struct SecondCache {
+    unsigned long long indices; // Slots, i32 [rows, Hkv or 1, len]; 0 if there are no second lists.
+    unsigned long long counts; // Entries of each list that are used, i32 [rows, Hkv or 1]; 0 if all are.
+    TokenStrides index_strides; // Lists, from row to row; no stride of heads where all share a list.
+    TokenStrides count_strides; // Counts, likewise.
+    KvTensor keys; // Pool of keys [blocks, block_size, Hkv, Dk].
+    KvTensor values; // Pool of values.
+    unsigned long long key_scales; // Scales of keys, f32 [blocks, block_size, Hkv]; 0 where the format has none.
+    unsigned long long value_scales; // Scales of values, likewise.
+    RowStrides key_scale_strides; // Scales of keys; 0 where broadcast.
+    RowStrides value_scale_strides; // Scales of values, likewise.
+    int len; // Entries per list, at most.
+    int blocks; // Pages in the pool.
+    int block_size; // Slots per page.
+    int block_shift; // log2 of the slots per page, -1 if that is no power of 2.
+};
+static_assert(sizeof(SecondCache) == 192, "as the host has it");
+
 // Lists of the keys that rows attend to, or of the pages that sequences do.
 struct ListParameters {
     // Entries, i32 [rows, Hkv or 1, len]; pages, i32 [Hkv or 1, sequences, len / block_size].
@@ -291,15 +311,16 @@ struct ListParameters {
     // The number of each listed page in its sequence, i32, as `indices`; 0 if pages have no positions.
     unsigned long long numbers;
     TokenStrides number_strides; // Numbers, likewise.
+    SecondCache second; // The second cache and its lists.
 };
-static_assert(sizeof(ListParameters) == 88, "as the host has it");
+static_assert(sizeof(ListParameters) == 280, "as the host has it");
 
 // An attention call whose rows have lists of keys.
 struct ListedParameters {
     AttentionParameters attention; // The call.
     ListParameters lists; // The lists.
 };
-static_assert(sizeof(ListedParameters) == 664, "as the host has it");
+static_assert(sizeof(ListedParameters) == 864, "as the host has it");
 
 // Parameters of `append`: new keys and values, and their slots in the pages.
 struct AppendParameters {

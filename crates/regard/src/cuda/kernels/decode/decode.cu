@@ -12,6 +12,7 @@
 #include "decode/decode_cache.cuh"
 #include "decode/decode_groups.cuh"
 #include "decode/decode_combine_entry.cuh"
+#include "decode/decode_schedule.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
@@ -38,6 +39,7 @@ struct Worker {
     int key_start, key_end; // keys of this piece
     int first_key_tile;     // of the first group of warps; K tiles go round robin over the groups
     int last_entry;         // index in the page table of the last key's page
+    bool waits_for_pages;   // fetches a K tile only after the one before has arrived
 
     // Online softmax state: each row's running maximum, this lane's part of the sum, and the output accumulators.
     float row_max[MMA_ROW_TILES][2];
@@ -64,9 +66,7 @@ struct Worker {
 #if LISTS
         // The rows are heads of one token.
         tile.every_start = start, tile.every_end = end;
-        tile.any_start = 0, tile.any_end = list_len(params, tile.seq, tile.kv_head);
-        tile.list = list_of(params, tile.seq, tile.kv_head);
-        tile.numbers = numbers_of(params, tile.seq, tile.kv_head);
+        set_list(params, tile);
 #else
         tile.any_start = __shfl_sync(~0u, start, 0);
         tile.every_start = __shfl_sync(~0u, start, 1);
@@ -183,11 +183,20 @@ struct Worker {
     }
 
 #if LISTS
-    // Offsets of a key and its value at a place, from the bases in elements.
-    __device__ __forceinline__ void offsets_of(KeyPlace place, long long &key_offset, long long &value_offset) const {
-        const RowStrides &keys = params.keys.strides, &values = params.values.strides;
-        key_offset = (params.block_size ? place.batch * keys.batch : 0) + place.token * keys.token;
-        value_offset = (params.block_size ? place.batch * values.batch : 0) + place.token * values.token;
+    // The address of a listed key or its value, in elements of some bytes. `base`: of the first cache.
+    template <bool KEYS> __device__ __forceinline__ unsigned long long
+    listed_address(const ListedKey &listed, unsigned long long base, int element_bytes) const {
+        KeyPlace place = listed.place;
+        if (listed.in_second) {
+            const SecondCache &second = lists_of(params).second;
+            const KvTensor &pool = KEYS ? second.keys : second.values;
+            return pool.pointer + (place.batch * pool.strides.batch + place.token * pool.strides.token +
+                                   tile.kv_head * pool.strides.head) *
+                                      element_bytes;
+        }
+        const RowStrides &strides = KEYS ? params.keys.strides : params.values.strides;
+        return base +
+               ((params.block_size ? place.batch * strides.batch : 0) + place.token * strides.token) * element_bytes;
     }
 
     // The entries of this lane's scores of a K tile.
@@ -293,17 +302,18 @@ struct Worker {
         for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
             int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
             bool present = key >= key_start && key < key_end;
-            long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
 #if LISTS
             ListedKey listed = find_listed_key(params, tile, near);
             present = present && listed.key >= 0;
-            offsets_of(listed.place, key_offset, value_offset);
+            const CacheElement *from =
+                (const CacheElement *)listed_address<KEYS>(listed, (unsigned long long)base, CACHE_BYTES);
 #else
+            long long key_offset, value_offset;
             locate(near, look_up(near), key_offset, value_offset);
+            const CacheElement *from = base + (KEYS ? key_offset : value_offset);
 #endif
-            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset),
-                     column * CACHE_CHUNK, present ? dims : 0);
+            copy_any(swizzle(to, row, PITCH, column * 16), from, column * CACHE_CHUNK, present ? dims : 0);
         }
     }
 
@@ -437,17 +447,19 @@ struct Worker {
         // MMA. Prologue and mainloop are one loop, so that its code is fetched once. All groups run as many rounds as
         // the first, which has the most K tiles.
         //
-        // Contiguous K tiles are prefetched before the current one has arrived. Scattered pages are prefetched after
-        // it, except in the first round: fewer copies in flight are faster there.
+        // K tiles are prefetched before the current one has arrived. Only where few sequences are split over all CTAs,
+        // scattered pages are prefetched after it, except in the first round: fewer copies in flight are faster there.
         int stage = 0;
 #pragma unroll 1
         for (int round = -PREFETCH_DISTANCE, ahead = first;
              round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
-            bool at_once = STAGES == 1 || !params.block_size || round == 0;
+            bool at_once = STAGES == 1 || !waits_for_pages || round == 0;
             if (round == -PREFETCH_DISTANCE) {
-                // If the host knows the lengths, nothing of the preceding kernel's output has been read so far.
-                grid_dependency_wait();
+                // If the lengths are scheduled, the page table is not written by the preceding kernel either. If the
+                // host knows them, nothing of that kernel's output has been read so far.
+                if (!is_scheduled(params)) grid_dependency_wait();
                 if (first < end) look_up_pages(first, runs);
+                if (is_scheduled(params)) grid_dependency_wait();
             }
             // All threads of the CTA load the queries, together with the first K tile.
             auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
@@ -557,23 +569,6 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
     }
 }
 
-// Every CTA reads the lengths and a small page table soon, in dependent loads: prefetch all of them now.
-static __device__ __forceinline__ void prefetch_lengths(const AttentionParameters &params) {
-    int at = threadIdx.x * 128;
-    [[maybe_unused]] int unused; // the load only fills the cache
-    if (params.kv_lens && at < params.batch * 4)
-        asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
-    if (params.block_size && params.block_shift >= 0) {
-        long long columns = (params.kv_len + params.block_size - 1ll) >> params.block_shift,
-                  bytes = ((params.batch - 1) * params.block_table_stride + columns) * 4;
-        if (at >= bytes) return;
-        if (bytes <= 16 << 10)
-            asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.block_table + at));
-        else if (bytes <= 1 << 20)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(params.block_table + at));
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 #if LISTS && CACHE
     decode(const __grid_constant__ ListedParameters listed, const __grid_constant__ CacheParameters cache) {
@@ -605,21 +600,32 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
     w.products.lane = w.lane;
     w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
-    // The parameters are cold in the constant cache: each warp touches a part of them.
-    int touched = ((const int *)&params)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(params) / 4 - 1)];
-    asm volatile("" ::"r"(touched));
+    touch_parameters(params);
 
-    // Device-side lengths may be written by the preceding kernel. If the host knows them, `mainloop` waits instead.
-    if (!params.stream_k.work_total) {
-        grid_dependency_wait();
-        if (!LISTS) prefetch_lengths(params);
+    // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
+    // before, `mainloop` waits instead.
+    CtaRange cta_range;
+    if (is_scheduled(params)) {
+        load_scheduled(params, shared.scheduled);
+        cta_range = shared.scheduled.range;
+        if (params.block_size) touch_pages(params, shared.scheduled);
+    } else {
+        if (!params.stream_k.work_total) {
+            grid_dependency_wait();
+            if (!LISTS) prefetch_lengths(params);
+        }
+        cta_range = find_cta_range(params, shared.scan, shared.cta_range);
     }
-    CtaRange cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+    // Tiles cost nothing to start where each has CTAs of its own.
+    w.waits_for_pages = params.block_size && cta_range.costs.start == 0;
     WorkCursor &cursor = cta_range.cursor;
     long long at = cta_range.begin;
     while (at < cta_range.end) {
         w.tile.sequence = cursor.sequence;
-        w.tile.seq = load_work(params, cursor.sequence);
+        if (!IS_FALLBACK && is_scheduled(params) && cursor.sequence == shared.scheduled.range.cursor.sequence)
+            w.tile.seq = shared.scheduled.sequence;
+        else
+            w.tile.seq = load_work(params, cursor.sequence);
         SequenceTiles tiles = sequence_tiles(params, w.tile.seq, cta_range.costs);
         if (at >= cursor.before + tiles.work(params)) {
             cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
@@ -697,7 +703,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
             __syncthreads();
         }
 
-        if (params.stream_k.partial_ranges && params.stream_k.work_total) {
+        if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
             // `combine` combines the parts, and waits until all of them are counted.
             if (threadIdx.x == 0) {
                 unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
@@ -729,7 +735,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         }
         at = end;
     }
+    // A CTA without work ends after the preceding kernel too: who waits for this kernel waits for both.
+    if (is_scheduled(params)) grid_dependency_wait();
 }
+
+#if !LISTS
+// The schedule of a step: what each CTA of `decode`, of the same grid, would find out by itself.
+extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
+    schedule_ctas(const __grid_constant__ AttentionParameters params) {
+    write_schedule(params);
+}
+#endif
 
 #if TILE_ROWS > 8 && CACHE != 4 && !LISTS
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is

@@ -154,6 +154,23 @@ static __device__ __forceinline__ int format_bytes(CacheFormat format) {
                                          : 18;
 }
 
+#if LISTS
+// The scale of a listed key or its value.
+template <bool KEYS, class Worker>
+static __device__ __forceinline__ const float *listed_scale(const Worker &w, const ListedKey &listed) {
+    KeyPlace place = listed.place;
+    if (listed.in_second) {
+        const SecondCache &second = lists_of(w.params).second;
+        const RowStrides &strides = KEYS ? second.key_scale_strides : second.value_scale_strides;
+        return (const float *)(KEYS ? second.key_scales : second.value_scales) + place.batch * strides.batch +
+               place.token * strides.token + w.tile.kv_head * strides.head;
+    }
+    const RowStrides &strides = KEYS ? w.cache.key_scale_strides : w.cache.value_scale_strides;
+    return scale_start(w.params, w.tile, KEYS ? w.cache.key_scales : w.cache.value_scales, strides) +
+           (w.params.block_size ? place.batch * strides.batch : 0) + place.token * strides.token;
+}
+#endif
+
 // Rows of any format, dequantized to f32: 16 bytes of f32 per thread and step.
 template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
 load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
@@ -165,28 +182,25 @@ load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims
     for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
         int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
         bool present = key >= w.key_start && key < w.key_end;
-        long long key_offset = 0, value_offset = 0;
+        unsigned long long from = base;
         float scale = 1.0f;
 #if LISTS
-        ListedKey listed = {-1, {0, 0}};
+        ListedKey listed = {-1, {0, 0}, false};
         if (present) listed = find_listed_key(w.params, w.tile, key);
         present = listed.key >= 0;
         if (present) {
-            KeyPlace place = listed.place;
-            w.offsets_of(place, key_offset, value_offset);
-            if (scales)
-                scale = scale_start(
-                    w.params, w.tile, scales,
-                    strides)[(w.params.block_size ? place.batch * strides.batch : 0) + place.token * strides.token];
+            from = w.template listed_address<KEYS>(listed, base, format_bytes(format));
+            if (scales) scale = *listed_scale<KEYS>(w, listed);
         }
 #else
         if (present) {
+            long long key_offset, value_offset;
             int entry = w.look_up(key);
             w.locate(key, entry, key_offset, value_offset);
+            from += (KEYS ? key_offset : value_offset) * format_bytes(format);
             if (scales) scale = scale_start(w.params, w.tile, scales, strides)[scale_offset(w, key, entry, strides)];
         }
 #endif
-        unsigned long long from = base + (KEYS ? key_offset : value_offset) * format_bytes(format);
         Bits *chunk_to = (Bits *)__cvta_shared_to_generic(swizzle(to, row, PITCH, column * 16));
 #pragma unroll 1
         for (int i = 0; i < CHUNK; i++) {

@@ -194,10 +194,24 @@ struct PartialRange {
     int first, last;
 };
 
+// Tiles of rows that a sequence has at most, per key/value head.
+static __device__ __forceinline__ int row_tiles_at_most(const AttentionParameters &params) {
+    return ((LISTS ? 1 : params.query_len) * params.group + TILE_ROWS - 1) / TILE_ROWS;
+}
+
+// The sequence of a tile, or the row if rows have lists of keys.
+static __device__ __forceinline__ int work_of(const Tile &tile) {
+#if LISTS
+    return tile.seq.list_row;
+#else
+    return tile.sequence;
+#endif
+}
+
 // Numbered by sequence, head and row, independent of lengths.
 static __device__ __forceinline__ PartialRange &partial_range_of(const AttentionParameters &params, const Tile &tile) {
-    int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS;
+    int row_tiles = row_tiles_at_most(params);
     long long number =
-        ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / TILE_ROWS;
+        ((long long)work_of(tile) * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / TILE_ROWS;
     return ((PartialRange *)params.stream_k.partial_ranges)[number];
 }

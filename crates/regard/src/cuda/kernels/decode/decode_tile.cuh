@@ -11,6 +11,19 @@ struct TileRange {
     long long start, keys_start, end;
 };
 
+// What the schedule of a step says about a CTA of `decode` (decode_schedule.cuh), in the same bytes in every module.
+constexpr int SCHEDULED_BYTES = 128;
+struct alignas(SCHEDULED_BYTES) ScheduledCta {
+    CtaRange range;
+    int first_page, end_page; // page-table entries of its keys in the first sequence; none if keys are not paged
+    SequenceInfo sequence;    // of range.cursor; only specialized modules read it
+};
+
+// Whether the workspace has the schedule of a step. Rows with lists of keys have none: every layer has its own lists.
+static __device__ __forceinline__ bool is_scheduled(const AttentionParameters &params) {
+    return !LISTS && params.stream_k.schedule;
+}
+
 struct Shared {
     RowFacts rows[TILE_ROWS];
     float max[MAX_KEY_GROUPS][TILE_ROWS];
@@ -23,6 +36,7 @@ struct Shared {
     State folded[2][TILE_ROWS];
     CtaScan scan;
     CtaRange cta_range;
+    ScheduledCta scheduled;
     TileRange tile_range;
     int last;
 };
@@ -38,6 +52,7 @@ struct Tile {
     const int *table;
 #if LISTS
     const int *list;
+    int first_list_len; // entries in use of `list`; those after it are of the second list
     const int *numbers; // of the list's pages in their sequence, or null
 #endif
     unsigned long long key_base, value_base;

@@ -123,6 +123,7 @@ static __device__ long long sum_block(long long x, CtaScan &scan) {
     if (lane == 0) scan.warps[warp] = x;
     __syncthreads();
     long long sum = 0;
+#pragma unroll 1
     for (int i = 0; i < blockDim.x / 32; i++) sum += scan.warps[i];
     return sum;
 }
@@ -167,6 +168,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
     auto sum = [&](long long x) { return few ? sum_warp(x) : sum_block(x, scan); };
     long long tiles = 0, units = 0, parts = 0;
+#pragma unroll 1
     for (int i = from; i < params.batch; i += step) {
         SequenceTiles here = sequence_tiles(params, load_work(params, i), keys_only);
         tiles += here.count(params);
@@ -183,6 +185,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
                                      max(1ll, divide(units, tiles * min_units(params.stream_k.key_groups)))) *
                                      tiles),
                 2ll);
+#pragma unroll 1
         for (int i = from; i < params.batch; i += step) {
             SequenceTiles here = sequence_tiles(params, load_work(params, i), {(int)share, 0});
             parts += divide(here.cost, share) * here.count(params);
@@ -198,6 +201,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
         SequenceTiles first = sequence_tiles(params, load_work(params, 0), cta_range.costs);
         long long whole = divide_up(tiles, blocks) * first.cost;
         bool alike = first.units * tiles == units;
+#pragma unroll 1
         for (int i = from; i < params.batch && alike; i += step) {
             SequenceTiles here = sequence_tiles(params, load_work(params, i), cta_range.costs);
             alike = here.units == first.units || !here.row_tiles;
@@ -211,6 +215,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     WorkCursor &cursor = cta_range.cursor;
     if (cta_range.begin < cta_range.end) {
         // Skip blockDim.x sequences at a time, until a step passes `begin`.
+#pragma unroll 1
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
             long long round = sum_block(
                 sequence_tiles(params, load_work(params, cursor.sequence + threadIdx.x), cta_range.costs).work(params),
@@ -240,7 +245,7 @@ constexpr int LITTLE_WORK = 1 << 23;
 static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
     float row_tiles = (float)params.query_len * (float)params.group * (1.0f / TILE_ROWS) + 1.0f;
 #if LISTS
-    int keys = lists_of(params).len;
+    int keys = lists_of(params).len + lists_of(params).second.len;
 #else
     int keys = params.kv_len;
 #endif

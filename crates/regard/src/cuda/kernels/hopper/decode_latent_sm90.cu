@@ -5,17 +5,23 @@
 // 16 rows are the N of wgmma: S^T = K Q^T has a row of keys and O^T = V^T P^T a row of value dims, and both take their
 // first operand from the K tile as it is in shared memory. As the M, 16 heads would cost as much as 64.
 //
-// 64 rows are the M: S = Q K^T and O = P V. P V has N = 128, which takes less shared-memory bandwidth per product. Half
-// of P V runs beside Q K^T of the next K tile, the other half while its scores become probabilities.
+// 64 rows are the M: S = Q K^T and O = P V. Two warpgroups take K tiles in turn (ping-pong): each has the scores of its
+// own K tiles, and the outputs of half of the value dims over all of them. Softmax of one K tile runs beside products
+// of the other.
 //
-// Warp-specialized: a scheduler warp, which finds the CTA's work; three loader warps; a score warpgroup with Q K^T, the
-// online softmax and P; and two value warpgroups with half of the value dims each.
+// Warp-specialized: a scheduler warp, which finds the CTA's work; three loader warps; two value warpgroups with half of
+// the value dims each; and with 16 rows a score warpgroup with Q K^T, the online softmax and P.
+//
+// With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one.
 //
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
 // Caches whose tokens several devices take in turn: see common/problem.cuh.
 #define HAS_STRIDED_KEYS 1
 #include "hopper/latent_combine.cuh"
+#if LISTS
+#include "hopper/latent_gather.cuh"
+#endif
 #include "hopper/latent_loader.cuh"
 #if TILE_ROWS == 16
 #include "hopper/latent_rows_16.cuh"
@@ -31,12 +37,12 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < CHUNKS; i++) {
-            mbarrier_init(shared.full[i], 1);
-            mbarrier_init(shared.empty[i], 4 * CTAS_PER_TILE);
+            mbarrier_init(shared.full[i], LOADED_ARRIVALS);
+            mbarrier_init(shared.empty[i], RELEASE_ARRIVALS);
         }
         for (int i = 0; i < REST_STAGES; i++) {
-            mbarrier_init(shared.rest_full[i], 1);
-            mbarrier_init(shared.rest_empty[i], 4 * CTAS_PER_TILE);
+            mbarrier_init(shared.rest_full[i], REST_ARRIVALS);
+            mbarrier_init(shared.rest_empty[i], RELEASE_ARRIVALS);
         }
         for (int i = 0; i < PROB_STAGES; i++) {
             mbarrier_init(shared.probs_full[i], 4);
@@ -48,14 +54,28 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         }
         mbarrier_init(shared.factor_full, 4);
         mbarrier_init(shared.factor_empty, 4 * VALUE_WARPGROUPS);
-        for (int i = 0; i < 2; i++) mbarrier_init(shared.products_done[i], 4);
+        for (int i = 0; i < VALUE_WARPGROUPS; i++) mbarrier_init(shared.products_done[i], 4);
+        mbarrier_init(shared.max_full, 4);
         hopper::fence_mbarrier_init();
-        hopper::prefetch_tensor_map(keys);
+        if (!LISTS) hopper::prefetch_tensor_map(keys);
     }
-    // Device-side lengths may be written by the preceding kernel. If the host knows them, the work is found before it
-    // has ended.
-    if (!params.stream_k.work_total) grid_dependency_wait();
-    CtaRange cta_range = find_cta_range(params, exchange.division.scan, exchange.division.cta_range);
+    touch_parameters(params);
+    // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
+    // before, the work is found before it has ended.
+    CtaRange cta_range;
+    SequenceInfo first_sequence = {};
+    if (is_scheduled(params)) {
+        load_scheduled(params, exchange.division.scheduled);
+        cta_range = exchange.division.scheduled.range;
+        first_sequence = exchange.division.scheduled.sequence;
+        if (params.block_size) touch_pages(params, exchange.division.scheduled);
+    } else {
+        if (!params.stream_k.work_total) {
+            grid_dependency_wait();
+            if (!LISTS) prefetch_lengths(params);
+        }
+        cta_range = find_cta_range(params, exchange.division.scan, exchange.division.cta_range);
+    }
     if (MULTICAST) {
         hopper::cluster_sync();
     } else {
@@ -65,23 +85,19 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     if (warp >= SCHEDULER_WARP) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == SCHEDULER_WARP) {
-            run_scheduler(shared, {params, cta_range}, lane);
+            run_scheduler(shared, {params, cta_range, first_sequence, is_scheduled(params)}, lane);
         } else {
+#if LISTS
+            Gatherer loader = {params, shared, base, warp - LOADER_WARP, lane};
+#else
             // Keys per box: a K tile's, or what these and pages are both made of.
             int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
             Loader loader = {params, keys, shared, base, warp - LOADER_WARP, lane, __ffs(box_keys) - 1};
+#endif
             loader.run();
         }
-    } else if (warp >= SCORE_WARP) {
-        hopper::setmaxnreg_inc<SCORE_REGISTERS>();
-        ScoreWarpgroup common = {params, shared, exchange, base, warp - SCORE_WARP, lane};
-        RowScores rows = {common};
-        run_scores(rows);
     } else {
-        hopper::setmaxnreg_inc<VALUE_REGISTERS>();
-        ValueWarpgroup common = {params, shared, exchange, base, warp / 4, warp % 4, lane};
-        RowValues rows = {common};
-        run_values(rows);
+        run_consumer(params, shared, exchange, warp, lane);
     }
     // The other CTA may still load into this one's shared memory, or arrive at its barriers.
     if (MULTICAST) hopper::cluster_sync();
@@ -89,13 +105,30 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
 
 } // namespace latent
 
+#if LISTS
+extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
+    decode(const __grid_constant__ ListedParameters call) {
+    latent::run_cta(call.attention, TensorMap());
+}
+#else
 extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ TensorMap keys) {
     latent::run_cta(params, keys);
 }
 
-extern "C" __global__ void __launch_bounds__(latent::COMBINE_THREADS)
+extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
+    schedule_ctas(const __grid_constant__ AttentionParameters params) {
+    write_schedule(params);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(latent::COMBINE_THREADS, latent::COMBINE_CTAS_PER_SM)
+#if LISTS
+    combine(const __grid_constant__ ListedParameters call) {
+    const AttentionParameters &params = call.attention;
+#else
     combine(const __grid_constant__ AttentionParameters params) {
+#endif
     asm volatile("griddepcontrol.launch_dependents;");
     latent::CombineShape shape(gridDim.y);
     int first_row = blockIdx.y / shape.slices * shape.rows, slice = blockIdx.y % shape.slices;

@@ -17,6 +17,11 @@ static __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 }
 
 // Arrives, and adds `bytes` to the TMA bytes that the phase waits for.
+// Arrives when the copies that this thread has begun by cp.async are done.
+static __device__ __forceinline__ void mbarrier_arrive_copies(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 static __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -140,11 +145,19 @@ static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned 
                  : "memory");
 }
 
+// Copies contiguous bytes, a multiple of 16, to global memory.
+static __device__ __forceinline__ void bulk_store(void *to, unsigned from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until TMA stores have read their shared memory.
+// Waits until this thread's TMA and bulk stores have read their shared memory.
 static __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+// Waits until they have written global memory.
+static __device__ __forceinline__ void tma_store_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 static __device__ __forceinline__ void prefetch_tensor_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((unsigned long long)&map) : "memory");

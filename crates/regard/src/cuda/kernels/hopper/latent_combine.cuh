@@ -8,6 +8,8 @@ namespace latent {
 // parts, or the whole CTA has a slice of one row's outputs, and its groups divide the parts. The host chooses by the
 // grid: more than TILE_ROWS CTAs per tile are slices of rows.
 constexpr int COMBINE_THREADS = 512, COMBINE_GROUP = VALUE_DIM / 4;
+// 128 rows have more CTAs than an H200 has SMs even with few tiles.
+constexpr int COMBINE_CTAS_PER_SM = TILE_ROWS > 64 ? 2 : 1;
 
 struct CombineShared {
     float4 out[COMBINE_THREADS];
@@ -43,7 +45,7 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     // A thread per four outputs of some parts, in batches: loads have long latency, so the first batch is on its way
     // while the weights are found, and each is loaded whole before any of it is used.
-    constexpr int BATCH = 8;
+    constexpr int BATCH = COMBINE_CTAS_PER_SM > 1 ? 6 : 8; // as many as registers allow
     float4 values[BATCH];
     auto load = [&](int first) {
 #pragma unroll

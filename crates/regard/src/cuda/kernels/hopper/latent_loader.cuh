@@ -8,13 +8,19 @@ namespace latent {
 struct WorkIterator {
     const AttentionParameters &params;
     CtaRange range;
+    SequenceInfo first;  // of the range's cursor
+    bool knows_sequence; // whether `first` is that of the cursor
 
     __device__ __forceinline__ bool next(Piece &piece) {
         WorkCursor &cursor = range.cursor;
         Tile &tile = piece.tile;
         while (range.begin < range.end) {
             tile.sequence = cursor.sequence;
-            tile.seq = load_sequence(params, cursor.sequence);
+            tile.seq = knows_sequence ? first : load_work(params, cursor.sequence);
+            knows_sequence = false;
+#if LISTS
+            tile.sequence = tile.seq.sequence;
+#endif
             SequenceTiles tiles = sequence_tiles(params, tile.seq, range.costs);
             long long work = tiles.work(params);
             if (range.begin >= cursor.before + work) {
@@ -33,6 +39,9 @@ struct WorkIterator {
             tile.every_start = visible_start(params, tile.seq, last_token);
             tile.every_end = visible_end(params, tile.seq, first_token);
             tile.any_end = visible_end(params, tile.seq, last_token);
+#if LISTS
+            set_list(params, tile);
+#endif
             long long start = cursor.before + number * tiles.cost, keys_start = start + range.costs.start,
                       end = start + tiles.cost;
             piece.starts_here = start >= range.begin;
@@ -52,6 +61,21 @@ struct WorkIterator {
     }
 };
 
+// Asks for a tile's queries ahead of its keys, behind which they would wait for memory. A warp calls this.
+static __device__ __forceinline__ void prefetch_queries(const AttentionParameters &params, const Tile &tile, int lane) {
+    constexpr int LINES = HEAD_DIM * 2 / 128; // of a row
+    int rows = min(ROWS, tile.rows - first_row_of_cta());
+#pragma unroll 1
+    for (int i = lane; i < rows * LINES; i += 32) {
+        int head, token, row = i / LINES;
+        tile.find_row(params, first_row_of_cta() + row, head, token);
+        const RowStrides &strides = params.query.strides;
+        long long at =
+            tile.sequence * strides.batch + (long long)(tile.seq.q_start + token) * strides.token + head * strides.head;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(params.query.pointer + at * 2 + (i - row * LINES) * 128));
+    }
+}
+
 // The scheduler warp: hands the pieces to loaders and consumers.
 static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterator work, int lane) {
     PipelineState<PIECES> slot;
@@ -66,6 +90,7 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
         }
         __syncwarp();
         slot.advance();
+        if (piece.more) prefetch_queries(work.params, piece.tile, lane);
     } while (piece.more);
 }
 
@@ -134,18 +159,22 @@ struct Loader {
     }
 
     __device__ __forceinline__ void run() {
-        grid_dependency_wait();
+        // If the lengths are scheduled, the page table is not written by the preceding kernel either.
+        bool waits = is_scheduled(params);
+        if (!waits) grid_dependency_wait();
         ChunkState chunks;
         PipelineState<REST_STAGES> rest;
         PieceReader pieces;
 #pragma unroll 1
         for (;;) {
             const Piece &piece = pieces.wait(shared);
-            if (!piece.more) return;
+            if (!piece.more) break;
             int kv_head = piece.tile.kv_head, end = piece.end_tile();
 #pragma unroll 1
             for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
                 KeyPlace place = find_box(piece, key_tile);
+                if (waits) grid_dependency_wait();
+                waits = false;
                 if (index == VALUE_WARPGROUPS) {
                     Stage stage = {shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
                                    base + REST_OFFSET + rest.index * REST_BYTES};

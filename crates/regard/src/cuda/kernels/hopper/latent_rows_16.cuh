@@ -14,7 +14,8 @@ struct RowScores : ScoreWarpgroup {
     __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
 
     __device__ __forceinline__ void begin(const Tile &tile) {
-        load_queries(tile);
+        load_queries(tile, warp);
+        synchronize();
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             row_max[c] = -INF;
@@ -37,7 +38,15 @@ struct RowScores : ScoreWarpgroup {
 
     // Dot products become scores.
     __device__ __forceinline__ void modify_scores(const Tile &tile, int first_key) {
-        if (!scale_scores(tile, first_key)) return;
+        bool hides = scale_scores(tile, first_key);
+#if LISTS
+        if (!UNLIKELY(~present)) return;
+        int key = 16 * warp + (lane >> 2);
+#pragma unroll
+        for (int i = 0; i < SCORES; i++)
+            if (!(present >> (key + i / 2 % 2 * 8) & 1)) scores[i] = -INF;
+#else
+        if (!hides) return;
         // Bit 2 c + half: whether row `row_of(c)` sees the key. Not unrolled, because it rarely runs.
         unsigned visible = 0;
 #pragma unroll 1
@@ -53,6 +62,7 @@ struct RowScores : ScoreWarpgroup {
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if (!(visible >> 2 * c + half & 1)) scores[c / 2 * 4 + 2 * half + c % 2] = -INF;
+#endif
     }
 
     // Combines a number per row over all threads that have the row, by `f`, and leaves it with all of them. It rarely
@@ -132,7 +142,7 @@ struct RowScores : ScoreWarpgroup {
         synchronize();
         wait_factor_empty();
         int row = 32 * warp + lane;
-        if (row < ROWS) finish_row(piece, row, {maxima[row], exchange.rows[row]});
+        if (row < ROWS) exchange.out_factor[row] = finish_row(piece, row, {maxima[row], exchange.rows[row]}, true);
         publish_factors();
     }
 };
@@ -164,13 +174,13 @@ struct RowValues : ValueWarpgroup {
     }
 
     // O^T += V^T P^T; every chunk is released as soon as it was read.
-    __device__ __forceinline__ void multiply(bool) {
+    __device__ __forceinline__ void multiply() {
 #pragma unroll
         for (int i = 0; i < VALUE_SUBTILES; i++) warpgroup_fence_operand(out[i]);
         hopper::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < OWN_CHUNKS; i++) {
-            unsigned keys = chunk_address(base, own_chunk(i));
+            unsigned keys = chunk_address(base, own_chunk(chunks, i));
 #pragma unroll
             for (int step = 0; step < KEYS / 16; step++)
 #pragma unroll
@@ -182,11 +192,11 @@ struct RowValues : ValueWarpgroup {
         }
         static_assert(OWN_CHUNKS == 2, "the waits below");
         hopper::wgmma_wait<1>();
-        release(own_chunk(0));
+        release(own_chunk(chunks, 0));
         hopper::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < VALUE_SUBTILES; i++) warpgroup_fence_operand(out[i]);
-        release(own_chunk(1));
+        release(own_chunk(chunks, 1));
     }
 
     // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
@@ -195,7 +205,7 @@ struct RowValues : ValueWarpgroup {
 #pragma unroll
         for (int c = 0; c < ROWS / 4; c++) {
             int own_lane = opaque(lane), row = c / 2 * 8 + 2 * (own_lane & 3) + c % 2;
-            int first_dim = half * DIMS_PER_WARPGROUP + 16 * warp + (own_lane >> 2);
+            int first_dim = warpgroup * DIMS_PER_WARPGROUP + 16 * warp + (own_lane >> 2);
             if (first_row_of_cta() + row >= piece.tile.rows) continue;
             store(row, [&](auto each) {
 #pragma unroll
@@ -228,5 +238,20 @@ struct RowValues : ValueWarpgroup {
         });
     }
 };
+
+// Runs a consumer warp of the CTA, by its role.
+static __device__ __forceinline__ void run_consumer(const AttentionParameters &params, Shared &shared,
+                                                    Exchange &exchange, int warp, int lane) {
+    Consumer common = {params, shared, exchange, shared_address(dynamic_shared), warp / 4, warp % 4, lane};
+    if (warp >= SCORE_WARP) {
+        hopper::setmaxnreg_inc<SCORE_REGISTERS>();
+        RowScores rows = {common};
+        run_scores(rows);
+    } else {
+        hopper::setmaxnreg_inc<VALUE_REGISTERS>();
+        RowValues rows = {common};
+        run_values(rows);
+    }
+}
 
 } // namespace latent

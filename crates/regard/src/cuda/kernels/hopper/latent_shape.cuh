@@ -5,12 +5,16 @@
 #pragma once
 #include "common/arrival.cuh"
 #include "common/paging.cuh"
-#include "decode/decode_combine.cuh"
+#include "decode/decode_combine_entry.cuh"
+#include "decode/decode_schedule.cuh"
 #include "decode/stream_k.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/wgmma.cuh"
 
 namespace latent {
+
+// Of a condition: code that rarely runs is laid out behind the loop, which so has fewer instructions to fetch.
+#define UNLIKELY(condition) __builtin_expect((condition) ? 1 : 0, 0)
 
 constexpr int ROWS = TILE_ROWS / CTAS_PER_TILE; // of this CTA
 constexpr int KEYS = 64;                        // of a K tile
@@ -25,23 +29,34 @@ constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUB
 static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
     return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
 }
-// A CTA's warps: of the value warpgroups, of the score warpgroup, the scheduler, and the loaders.
-constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + 4, LOADER_WARP = SCHEDULER_WARP + 1;
+// A CTA's warps: of the value warpgroups, with 16 rows of a score warpgroup, the scheduler, and the loaders.
+constexpr bool HAS_SCORE_WARPGROUP = ROWS == 16;
+constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + (HAS_SCORE_WARPGROUP ? 4 : 0),
+              LOADER_WARP = SCHEDULER_WARP + 1;
 constexpr int LOADERS = VALUE_WARPGROUPS + 1; // one for the chunks of each value warpgroup, one for the rest
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
+// The warps that load queries: those of the warpgroups that have scores.
+constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
 // of an SM.
-constexpr int VALUE_REGISTERS = 160, SCORE_REGISTERS = 136, PRODUCER_REGISTERS = 56;
+constexpr int VALUE_REGISTERS = HAS_SCORE_WARPGROUP ? 160 : 216, SCORE_REGISTERS = 136,
+              PRODUCER_REGISTERS = HAS_SCORE_WARPGROUP ? 56 : 72;
 static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
 static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM &&
                   (ROWS == 16 || ROWS == 64),
               "the only shapes that this kernel has");
 
-// Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit.
-constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = ROWS == 16 ? 3 : 1, PROB_STAGES = 2;
+// Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit. 64 rows leave their
+// probabilities in the rest of the K tile, which nothing reads after Q K^T.
+constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = 3, PROB_STAGES = 2;
 constexpr int PROB_BYTES = ROWS * KEYS * 2;
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
-constexpr bool MULTICAST = CTAS_PER_TILE > 1;
+// Keys of lists are copied by each of them.
+constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS;
+// Arrivals at the barriers of what loaders fill: by TMA, or of all threads of a warp; and of the one who stores which
+// keys exist.
+constexpr int LOADED_ARRIVALS = LISTS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : 1,
+              RELEASE_ARRIVALS = 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
 // A piece of work: a tile over a range of keys.
@@ -65,16 +80,20 @@ struct Shared {
     unsigned long long probs_full[PROB_STAGES], probs_empty[PROB_STAGES];
     unsigned long long piece_full[PIECES], piece_empty[PIECES];
     unsigned long long factor_full, factor_empty;
-    unsigned long long products_done[2]; // of queries and keys, with 64 rows: of even and of odd K tiles
+    unsigned long long products_done[VALUE_WARPGROUPS]; // 64 rows: the warpgroup's Q K^T
+    unsigned long long max_full;                        // 64 rows: maxima of warpgroup 0
     Piece pieces[PIECES];
-    unsigned char rescales[PROB_STAGES][4]; // per score warp: whether a factor is not 1
+#if LISTS
+    unsigned long long present[REST_STAGES]; // keys of the K tile that exist and are seen: bit k for key k
+#endif
+    unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1
     int last;                               // whether this CTA is the last to finish its part of the tile
 };
 
 // Shared-memory layout.
 constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
               REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES, PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
-              EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
+              EXCHANGE_OFFSET = PROBS_OFFSET + (HAS_SCORE_WARPGROUP ? PROB_STAGES * PROB_BYTES : 0);
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "it overlaps the queries");
 
 // The keys that a row sees.
@@ -82,24 +101,43 @@ struct VisibleKeys {
     int start, end;
 };
 
+// How the work is divided.
+union Division {
+    struct {
+        CtaScan scan;
+        CtaRange cta_range;
+    };
+    ScheduledCta scheduled;
+};
+
+#if TILE_ROWS == 16
 struct Exchange {
-    // Between score warps: a maximum or a sum per row; with 64 rows, the keys that they see. At the start, before there
-    // is any, the division of work is found in the same place.
+    // Between score warps: a maximum or a sum per row. At the start, before there is any, the division of work is found
+    // in the same place.
     union {
         float rows[ROWS];
-        VisibleKeys visible[ROWS];
-        struct {
-            CtaScan scan;
-            CtaRange cta_range;
-        } division;
+        Division division;
     };
     // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
     float rescale[PROB_STAGES][ROWS], out_factor[ROWS];
 };
+#else
+struct Exchange {
+    // The keys that the rows see. At the start the division of work is found in the same place.
+    union {
+        VisibleKeys visible[ROWS];
+        Division division;
+    };
+    // From either warpgroup to the other: a row's maximum after a K tile and the factor of what came before it, and in
+    // the end the sum over the warpgroup's K tiles.
+    float max[VALUE_WARPGROUPS][ROWS], rescale[VALUE_WARPGROUPS][ROWS], sum[VALUE_WARPGROUPS][ROWS];
+};
+#endif
 static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "as the host has it");
 
 // Named barriers.
-constexpr int SCORES_BARRIER = 1, CONSUMERS_BARRIER = 2, VALUES_BARRIER = 3; // the last: one per value warpgroup
+constexpr int SCORES_BARRIER = 1, CONSUMERS_BARRIER = 2, VALUES_BARRIER = 3, // the last: one per value warpgroup
+    PART_BARRIER = VALUES_BARRIER + VALUE_WARPGROUPS;
 
 // A position in the pipeline of chunks.
 struct ChunkState {
