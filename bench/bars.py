@@ -105,8 +105,7 @@ def main():
         ],
     )
 
-    rounds = [f"{peer}.{n}.json" for peer, n in [("regard", 1), ("regard", 2), ("regard", 3), ("pytorch", 1)]]
-    rounds += ["onnxruntime.1.json", "ggml.1.json", "candle.1.json"]
+    rounds = [f"{peer}.1.json" for peer in ["regard", "pytorch", "onnxruntime", "ggml", "candle"]]
     flops = read("amd-epyc", rounds, CPU, "gflops", 1, median_round)
     bandwidth = read("amd-epyc", rounds, CPU, "gbytes_per_second", 1, median_round)
     shapes = [
@@ -124,7 +123,7 @@ def main():
     picture(
         "amd-epyc/bars.svg",
         "2 cores of an AMD EPYC (Zen 4), 2 threads",
-        "PyTorch 2.11, ONNX Runtime 1.32, ggml 0.25 and candle-nn 0.11 on the same cores; no bar: not run. Longer is faster.",
+        "PyTorch 2.15, ONNX Runtime 1.32, ggml 0.25 and candle-nn 0.11 on the same cores; no bar: not run. Longer is faster.",
         ["regard", "PyTorch", "PyTorch, two products", "ONNX Runtime", "ggml", "candle"],
         [
             ("Causal prefill, GFLOP/s (32/8 heads, dim 128)", shapes, flops, 0),
