@@ -250,15 +250,12 @@ pub(super) fn decode_call(
     context: DecodeContext,
 ) -> DecodeCall {
     let lists = list_parameters(problem, inputs);
-    let rows = problem.listed_rows();
-    let schedule = match (&rows, lists) {
-        (Some(rows), Some(lists)) => equal_lists(decode, inputs, &lists)
-            .map(|entries| Schedule::for_equal_lists(rows, decode, entries)),
-        _ => equal_lengths(problem, inputs).filter(|_| !context.has_groups).map(
-            |(q_offset, keys)| Schedule::for_equal_lengths(problem, decode, q_offset, keys),
-        ),
+    let equal_lengths =
+        equal_lengths(problem, inputs).filter(|_| lists.is_none() && !context.has_groups);
+    let schedule = match equal_lengths {
+        Some((q_offset, keys)) => Schedule::for_equal_lengths(problem, decode, q_offset, keys),
+        None => Schedule::on_device(decode),
     };
-    let schedule = schedule.unwrap_or_else(|| Schedule::on_device(decode));
     let scheduled = decode.schedule.filter(|_| context.scheduled && schedule.work_total == 0);
     let mut parameters = AttentionParameters {
         stream_k: StreamK {
@@ -288,6 +285,7 @@ pub(super) fn decode_call(
     } else {
         decode.fallback
     };
+    let rows = problem.listed_rows();
     let tiles = work::tiles(rows.as_ref().unwrap_or(problem), decode.tile_rows as usize);
     // If the host knows that every tile has one CTA, there is nothing to combine.
     let combine =
@@ -452,20 +450,6 @@ fn set_tile_map<'a>(
     };
     let blocks = map.launch.grid[0].min(u32::try_from(bytes).unwrap_or(u32::MAX));
     Some((&map.launch, blocks))
-}
-
-/// The entries that each row walks, if the host knows that all walk as many. Only the kernel for
-/// latent caches takes it.
-fn equal_lists(
-    decode: &Decode,
-    inputs: &Inputs<DeviceMemory>,
-    lists: &ListParameters,
-) -> Option<usize> {
-    let known = decode.cache == Cache::Latent
-        && inputs.attention.cu_seqlens_q.is_none()
-        && lists.counts == 0
-        && lists.second.counts == 0;
-    known.then_some((lists.len + lists.second.len) as usize)
 }
 
 /// The offset and the keys that all sequences share, if the host knows that they do.

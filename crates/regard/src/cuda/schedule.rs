@@ -4,7 +4,6 @@
 use super::Decode;
 use crate::positions::SequenceKeys;
 use crate::problem::Problem;
-use std::ops::Range;
 
 /// The line of tiles, and how much of it a block takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,15 +45,6 @@ impl Schedule {
         keys: SequenceKeys,
     ) -> Schedule {
         let visible = problem.variant.visible_to_rows(q_offset, problem.query_len, keys);
-        Schedule::for_visible_keys(problem, decode, visible)
-    }
-
-    /// All rows walk that many entries of their lists; `rows` is the problem as decode sees it.
-    pub fn for_equal_lists(rows: &Problem, decode: &Decode, entries: usize) -> Schedule {
-        Schedule::for_visible_keys(rows, decode, 0..entries)
-    }
-
-    fn for_visible_keys(problem: &Problem, decode: &Decode, visible: Range<usize>) -> Schedule {
         let unit_keys = decode.unit_keys as usize;
         let units = match visible.is_empty() {
             true => 0,

@@ -60,9 +60,6 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         if (!LISTS) hopper::prefetch_tensor_map(keys);
     }
     touch_parameters(params);
-#if LISTS
-    touch_lists(params);
-#endif
     // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
     // before, the work is found before it has ended.
     CtaRange cta_range;
@@ -73,7 +70,7 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         first_sequence = exchange.division.scheduled.sequence;
         if (params.block_size) touch_pages(params, exchange.division.scheduled);
     } else {
-        if (!params.stream_k.work_total || reads_lengths(params)) {
+        if (!params.stream_k.work_total) {
             grid_dependency_wait();
             if (!LISTS) prefetch_lengths(params);
         }

@@ -5,21 +5,12 @@
 
 namespace latent {
 
-// What follows the call in the parameters, as touch_parameters.
-static __device__ __forceinline__ void touch_lists(const AttentionParameters &params) {
-    int touched =
-        ((const int *)&lists_of(params))[min(threadIdx.x / 32 * 16, (unsigned)sizeof(ListParameters) / 4 - 1)];
-    asm volatile("" ::"r"(touched));
-}
-
 // A loader warp: copies the chunks of value warpgroup `index`, or the rest of K tiles.
 struct Gatherer {
     const AttentionParameters &params;
     Shared &shared;
     unsigned base; // of shared memory
     int index, lane;
-    // Keys that are read once must not drive the kernel's code out of L2.
-    unsigned long long policy = hopper::evict_first_policy();
 
     // The keys of a K tile: a lane has where keys `lane` and 32 + `lane` are.
     struct Keys {
@@ -43,14 +34,6 @@ struct Gatherer {
         return keys;
     }
 
-    // Copies 16 bytes with a policy for L2, or writes zeros.
-    static __device__ __forceinline__ void copy_with(unsigned long long policy, unsigned to, const void *from,
-                                                     int bytes) {
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                     "r"(bytes), "l"(policy)
-                     : "memory");
-    }
-
     // Copies 64-dim columns `column` to `column` + COUNT - 1 of the keys; eight lanes have a key.
     template <int COUNT> __device__ __forceinline__ void copy(const Keys &keys, int column, unsigned to) const {
         int part = lane % 8;
@@ -65,7 +48,7 @@ struct Gatherer {
                 int bytes = keys.present[half] >> key & 1 ? 16 : 0;
                 unsigned at = to + (32 * half + key) * 128 + ((part ^ key % 8) << 4);
 #pragma unroll
-                for (int i = 0; i < COUNT; i++) copy_with(policy, at + i * SUBTILE_BYTES, from + i * 128, bytes);
+                for (int i = 0; i < COUNT; i++) cp_async(at + i * SUBTILE_BYTES, from + i * 128, bytes);
             }
         }
     }

@@ -4,28 +4,6 @@
 
 namespace latent {
 
-// Whether finding work uses lengths on the device even if the host knows how long lists are: positions are compared
-// with the length of their sequence, slots are not.
-static __device__ __forceinline__ bool reads_lengths(const AttentionParameters &params) {
-#if LISTS
-    return !lists_of(params).are_slots;
-#else
-    return false;
-#endif
-}
-
-#if LISTS
-// Brings the list of a piece's keys into L1: loaders read it one K tile at a time.
-static __device__ __forceinline__ void touch_list(const AttentionParameters &params, const Piece &piece, int lane) {
-    if (lists_of(params).are_pages) return;
-    int end = min(piece.key_end, piece.tile.first_list_len);
-    [[maybe_unused]] int unused; // the load only fills the cache
-#pragma unroll 1
-    for (int entry = piece.key_start + 32 * lane; entry < end; entry += 32 * 32)
-        asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(piece.tile.list + entry));
-}
-#endif
-
 // The pieces of work of a CTA, one after another.
 struct WorkIterator {
     const AttentionParameters &params;
@@ -105,12 +83,6 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
 #pragma unroll 1
     do {
         piece.more = work.next(piece);
-#if LISTS
-        if (piece.more) {
-            grid_dependency_wait();
-            touch_list(work.params, piece, lane);
-        }
-#endif
         hopper::mbarrier_wait(shared_address(&shared.piece_empty[slot.index]), slot.phase ^ 1);
         if (lane == 0) {
             shared.pieces[slot.index] = piece;
