@@ -197,6 +197,7 @@ fn an_end_in_the_middle_leaves_whole_files() {
         write(&inputs.join(format!("{i}.safetensors")));
     }
     // On a busy machine all files may be written before this process looks again.
+    // TERM, because a shell lets the jobs of its background ignore INT.
     let interrupted = (0..10).any(|_| {
         let _ = std::fs::remove_dir_all(&out);
         let mut child = command(&["run", text(&inputs), "--out", text(&out)])
@@ -211,7 +212,7 @@ fn an_end_in_the_middle_leaves_whole_files() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let id = child.id().to_string();
-        assert!(Command::new("kill").args(["-INT", &id]).status().expect("kill").success());
+        assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill").success());
         child.wait().expect("ends").code().is_none()
     });
     assert!(interrupted, "all {} were written before", names(&out).len());
