@@ -16,18 +16,6 @@ target_seconds=
 . scripts/steps.sh
 
 unbounded=18446744073709551615
-words=("$@")
-# long NAME COMMAND...: a step, if it is wanted.
-long() {
-    local word
-    [ ${#words[@]} -gt 0 ] || { step "$@"; return; }
-    for word in "${words[@]}"; do
-        if [[ "$1" == *"$word"* ]]; then
-            step "$@"
-            return
-        fi
-    done
-}
 
 emulated() {
     local seed=()
@@ -62,17 +50,17 @@ install_capi() {
     scripts/install_capi.sh --prefix "$folder" && python3 crates/regard-capi/tests/ctypes_abi.py "$folder/lib/libregard_capi.so"
 }
 
-long "packages: built and tested as packed" scripts/packages.sh verify
-long "C interface: installed" install_capi
-long "CUDA device code: every module built again" cargo xtask cuda check --all
-long "README: the commands" readme
-long "random: 50,000 problems on the CPU, at every SIMD level" built_regard check --random 50000 --levels all --out target/failures
-long "CUDA: the host's side, coverage of every module of a type and head dim" scripts/cuda-host.sh
-long "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
-long "metal: 5,000 random problems on the host" metal_host
-long "metal: every build of the kernels" scripts/metal.sh
-long "metal: type check of candle's Metal tensors" scripts/apple.sh candle
-long "memcheck" scripts/memcheck.sh
-long "neon: every test" neon
-long "asan: every test" address_sanitizer
+step "packages: built and tested as packed" scripts/packages.sh verify
+step "C interface: installed" install_capi
+step "CUDA device code: every module built again" cargo xtask cuda check --all
+step "README: the commands" readme
+step "random: 50,000 problems on the CPU, at every SIMD level" built_regard check --random 50000 --levels all --out target/failures
+step "CUDA: the host's side, coverage of every module of a type and head dim" scripts/cuda-host.sh
+step "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
+step "metal: 5,000 random problems on the host" metal_host
+step "metal: every build of the kernels" scripts/metal.sh
+step "metal: type check of candle's Metal tensors" scripts/apple.sh candle
+step "memcheck" scripts/memcheck.sh
+step "neon: every test" neon
+step "asan: every test" address_sanitizer
 all_passed

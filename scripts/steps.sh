@@ -1,7 +1,8 @@
 # Sourced by .ci/run and full.sh: runs named steps, and prints a table of their seconds and of the
 # processor's seconds at the end, also after a failure. The sourcing script sets `target_seconds`, or
-# leaves it empty.
+# leaves it empty. Its arguments are words: of the steps, those run whose names contain one of them.
 
+wanted_words=("$@")
 skipped=()
 table=()
 begun=$SECONDS
@@ -25,10 +26,21 @@ report() {
 }
 trap report EXIT
 
+# wanted NAME: whether the step was asked for.
+wanted() {
+    local word
+    [ ${#wanted_words[@]} -gt 0 ] || return 0
+    for word in "${wanted_words[@]}"; do
+        [[ "$1" != *"$word"* ]] || return 0
+    done
+    return 1
+}
+
 # step NAME COMMAND...: a heading, the command, the seconds it took. Exit status 3 means that it
 # cannot run here.
 step() {
     local name="$1" start=$SECONDS status=0 seconds processor before
+    wanted "$name" || return 0
     processor_seconds
     before=$processor
     shift
