@@ -3,7 +3,7 @@
 # the kernels' parameters ask for, naively. What is wrong with an address, a stride, a length, a flag, a graph or a workspace shows here.
 #
 #     scripts/cuda-host.sh           with coverage of every module of one type and head dim
-#     scripts/cuda-host.sh short     with coverage of one decode module for several that differ in tile rows only, and 64 rows of each case judged (.ci/run)
+#     scripts/cuda-host.sh short     with coverage of the modules that take every feature only, and 64 rows of each case judged (.ci/run)
 #
 # Needs g++. Exit status 3: it cannot run here.
 set -euo pipefail
@@ -19,13 +19,13 @@ judged=()
 [ "${1:-}" != short ] || judged=(--rows 64)
 run check --device cuda --cases --laws "${judged[@]}" | awk '!/^ok/ || /law\//'
 # The engine contract: what is captured once is replayed.
-LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 cargo test --release --quiet --workspace --test cuda_engine_contract
+LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 cargo tests --quiet --test cuda_engine_contract
 # Another seed every time.
 run check --device cuda --random 500 --out "$target/failures"
-# Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU. The host's code is the same for decode
-# modules of any tile rows, so short keeps one number of rows. A filter finds all names that contain it, so a name that begins with another is left out.
+# Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU. Short keeps
+# the modules that take every feature. A filter finds all names that contain it, so a name that begins with another is left out.
 kept='.*'
-[ "${1:-}" != short ] || kept='^prefill_|_r32_'
+[ "${1:-}" != short ] || kept='^prefill_.*_general|^decode_bf16_128_128_(bytes_)?r32_general'
 cover() { run check --device cuda --coverage --filter "$1" | awk '!/^ok|no attention kernel:/'; }
 export -f cover run
 export driver images target

@@ -43,7 +43,7 @@ address_sanitizer() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=2000 scripts/as
 
 # The first commands of the README, as they stand there.
 # The tests with every large case.
-readme() { REGARD_MOST_WORK=$unbounded cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
+readme() { REGARD_ALL_MODULES=1 REGARD_MOST_WORK=$unbounded cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
 
 install_capi() {
     local folder="$PWD/target/installed"

@@ -13,6 +13,7 @@ Needs clang++ 19 or later (MSL_HOST_CLANG, or the newest clang++-N), cargo, and 
 REGARD_METAL_SOURCE names a file with the text, which the example `metal_source` prints otherwise.
 """
 import concurrent.futures
+import json
 import os
 import pathlib
 import re
@@ -104,11 +105,20 @@ def wrapper(text, kernel, base, arguments):
     return f"__kernel void {kernel}({', '.join(declared)}) {{ {base}<{', '.join(arguments)}>({', '.join(passed)}); }}\n"
 
 
+def shipped_text():
+    """The text that regard hands to Metal, printed by an example: that of `cargo tests`, if it was built."""
+    command = ["cargo", "build", "--quiet", "--release", "--workspace", "--exclude", "xtask", "--example", "metal_source"]
+    built = subprocess.run([*command, "--message-format=json"], cwd=ROOT, capture_output=True, text=True)
+    if built.returncode != 0:
+        sys.exit(built.stderr)
+    programs = [json.loads(line).get("executable") for line in built.stdout.splitlines()]
+    return run([next(filter(None, programs))])
+
+
 def translate(clang):
     """C++ for OpenCL without kernels, wrappers by kernel name, function constants by name (type)."""
     shipped = os.environ.get("REGARD_METAL_SOURCE")
-    command = ["cargo", "run", "--quiet", "--release", "-p", "regard", "--example", "metal_source"]
-    source = pathlib.Path(shipped).read_text() if shipped else run(command, cwd=ROOT)
+    source = pathlib.Path(shipped).read_text() if shipped else shipped_text()
     source = re.sub(r"#include <metal_.*", "", source)
     (WORK / "regard.metal").write_text(source)
     text = run([clang, "-E", "-P", "-x", "c++", "-nostdinc", WORK / "regard.metal"])

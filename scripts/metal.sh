@@ -52,7 +52,7 @@ run() {
     # The runner preloads the sanitizer into the tests alone, not into cargo.
     REGARD_METAL_BUILD="$build" ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS="print_stacktrace=1" \
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env ${preload:+LD_PRELOAD=$preload}" \
-        cargo test --quiet --release --workspace "${tests[@]}" "$@"
+        cargo tests --quiet "${tests[@]}" "$@"
     say "$build: $((SECONDS - start)) s"
 }
 
@@ -62,16 +62,18 @@ case "${1:-all}" in
         run plain
         ;;
     all)
+        # Every case but large ones on every description of a GPU.
+        export REGARD_METAL_LARGE="${REGARD_METAL_LARGE:-3000000}"
         cargo test --quiet --release -p msl-host
         run plain
         # The long tests: 65,600 sequences and heads, and every pipeline of the core list on its own.
-        cargo test --quiet --release --workspace --test metal_limits --test metal_bits -- --ignored
+        cargo tests --quiet --test metal_limits --test metal_bits -- --ignored
         run fast-math
         run sanitized
         # The others take minutes under the tracer, and show nothing more there.
         run races every_case
-        cargo test --quiet --release --workspace --test metal_coverage
-        cargo test --quiet --release --workspace --test metal_barriers
+        cargo tests --quiet --test metal_coverage
+        cargo tests --quiet --test metal_barriers
         ;;
     plain | fast-math | sanitized | races)
         build="$1"

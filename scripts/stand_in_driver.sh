@@ -10,7 +10,7 @@ mkdir -p "$driver"
 g++ -O3 -march=native -fopenmp -Wall -shared -fPIC -o "$driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
 ln -sf libcuda.so.1 "$driver/libcuda.so"
 # The command, as the workspace's tests have it: where they were run it is there already.
-cargo test --release --quiet --workspace --test command --no-run
+cargo tests --quiet --test command --no-run
 # The driver knows modules by their images.
 images="$driver/images"
 rm -rf "$images"

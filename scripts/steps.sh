@@ -81,7 +81,7 @@ all_passed() {
 # its dependencies, and would compile it and regard-cases again.
 built_regard() {
     local folder
-    cargo test --release --quiet --workspace --test command --no-run || return
+    cargo tests --quiet --test command --no-run || return
     folder="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
     "$folder/release/regard" "$@"
 }

@@ -12,12 +12,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// All modules, covered.
+/// Whether a module is covered: f16 modules accept what those for bf16 do, so but for head dim 128
+/// they are left out. `REGARD_ALL_MODULES=1` leaves out none.
+fn is_covered(name: &str) -> bool {
+    let all = std::env::var("REGARD_ALL_MODULES").is_ok_and(|all| all == "1");
+    all || !name.contains("_f16_") || name.contains("_f16_128_128_")
+}
+
+/// The modules, covered.
 fn coverages() -> &'static [Coverage] {
     static ALL: OnceLock<Vec<Coverage>> = OnceLock::new();
     ALL.get_or_init(|| {
         let backend = Cuda::all();
-        let subjects = backend.subjects();
+        let subjects: Vec<_> =
+            backend.subjects().into_iter().filter(|subject| is_covered(&subject.name)).collect();
         let next = AtomicUsize::new(0);
         let work = || {
             let mut all = Vec::new();
@@ -59,7 +67,8 @@ fn every_module_has_a_case_for_each_pair_of_features() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     let covered: BTreeSet<_> =
         coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
-    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name()).collect();
+    let shipped = MODULES.iter().map(|module| module.name());
+    let shipped: BTreeSet<_> = shipped.filter(|name| is_covered(name)).collect();
     let others: BTreeSet<_> = OTHERS.iter().map(|(name, _)| *name).collect();
     assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
 }
@@ -74,7 +83,8 @@ fn sixteen_bit_types_are_alike() {
             .map(|coverage| (coverage.subject.name.replace(text, "_"), accepted(coverage)))
             .collect()
     };
-    let (f16, bf16) = (of_type("_f16_"), of_type("_bf16_"));
+    let (f16, mut bf16) = (of_type("_f16_"), of_type("_bf16_"));
+    bf16.retain(|name, _| is_covered(&name.replacen('_', "_f16_", 1)));
     assert!(!f16.is_empty() && f16.keys().eq(bf16.keys()));
     for (name, accepted) in f16 {
         assert_eq!(accepted, bf16[&name], "{name}");
@@ -135,7 +145,7 @@ fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
 fn descriptions_select_what_their_cases_do() {
     let mut specs: Vec<_> = list::within(2_000_000).collect();
     for coverage in coverages() {
-        specs.extend(coverage.cases.iter().step_by(40).map(|case| case.spec.clone()));
+        specs.extend(coverage.cases.iter().step_by(100).map(|case| case.spec.clone()));
     }
     let machines = Cuda::all().subjects().pop().expect("there are modules").machines;
     for (i, spec) in specs.iter().enumerate() {

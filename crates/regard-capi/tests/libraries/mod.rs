@@ -20,12 +20,13 @@ pub fn libraries() -> &'static Libraries {
     static BUILT: OnceLock<Libraries> = OnceLock::new();
     BUILT.get_or_init(|| {
         let mut build = Command::new(env!("CARGO"));
-        // With the features that the workspace's tests are built with: then everything below the
-        // libraries is there already.
+        // With the features that `cargo tests` builds with: then everything below the libraries is
+        // there already.
         build.args([
             "build",
             "--quiet",
             "--workspace",
+            "--exclude=xtask",
             "--exclude=regard-cases",
             "--exclude=metal-host",
             "--lib",
