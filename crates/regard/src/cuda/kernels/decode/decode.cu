@@ -550,8 +550,8 @@ struct Worker {
 };
 
 // Merges the partial states of CTAs `first..=last` for all rows of a tile, and writes the rows.
-static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last,
-                                                    const TileRange &tile_range) {
+static __device__ __forceinline__ void combine_ctas(const Worker &w, long long work_per_cta, long long first,
+                                                    long long last, const TileRange &tile_range) {
     const AttentionParameters &params = w.params;
     for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
         if (!params.batch_invariant) {
@@ -559,11 +559,11 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
             continue;
         }
         RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
-        for (long long block = first + 1; block <= last; block++) {
-            int pieces = (int)(min((block + 1) * share, tile_range.end) - max(block * share, tile_range.keys_start));
+        for (long long cta = first + 1; cta <= last; cta++) {
+            int pieces =
+                (int)(min((cta + 1) * work_per_cta, tile_range.end) - max(cta * work_per_cta, tile_range.keys_start));
             for (int piece = 0; piece < pieces; piece++)
-                combine_next(unit_of(params), state,
-                             load_partial(partial_state(params, block, 1 + piece), row, w.lane));
+                combine_next(unit_of(params), state, load_partial(partial_state(params, cta, 1 + piece), row, w.lane));
         }
         store_row(params, w.tile, row, w.lane, state, w.out_type());
     }
@@ -585,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
     constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * QUERY_PITCH + 127) / 128 * 128;
     float *states = (float *)(dynamic_shared + RING_OFFSET);
-    static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reckons with this");
+    static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reserves this much shared memory");
 
 #if CACHE
     Worker w = {params, cache, shared};
@@ -718,29 +718,29 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
             }
         } else if (!starts_here || !ends_here) {
             // Other CTAs have the rest of this tile. The last to arrive combines all parts.
-            long long first_block = starts_here ? blockIdx.x : divide(tile_range.start, cta_range.work_per_cta);
-            long long last_block = ends_here ? blockIdx.x : divide(tile_range.end - 1, cta_range.work_per_cta);
-            unsigned *counter = (unsigned *)params.workspace + first_block;
+            long long first_cta = starts_here ? blockIdx.x : divide(tile_range.start, cta_range.work_per_cta);
+            long long last_cta = ends_here ? blockIdx.x : divide(tile_range.end - 1, cta_range.work_per_cta);
+            unsigned *counter = (unsigned *)params.workspace + first_cta;
             if (threadIdx.x == 0) {
                 unsigned before;
                 asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-                shared.last = before == (unsigned)(last_block - first_block);
+                shared.last = before == (unsigned)(last_cta - first_cta);
             }
             __syncthreads();
             if (shared.last) {
-                combine_ctas(w, cta_range.work_per_cta, first_block, last_block, tile_range);
+                combine_ctas(w, cta_range.work_per_cta, first_cta, last_cta, tile_range);
                 if (threadIdx.x == 0) *counter = 0;
             }
             __syncthreads();
         }
         at = end;
     }
-    // A CTA without work ends after the preceding kernel too: who waits for this kernel waits for both.
+    // A CTA without work ends after the preceding kernel too: a kernel that waits for this one waits for both.
     if (is_scheduled(params)) grid_dependency_wait();
 }
 
 #if !LISTS
-// The schedule of a step: what each CTA of `decode`, of the same grid, would find out by itself.
+// The schedule of a step: the range that each CTA of `decode`, of the same grid, would compute by itself.
 extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     schedule_ctas(const __grid_constant__ AttentionParameters params) {
     write_schedule(params);
