@@ -91,17 +91,17 @@ fn sixteen_bit_types_are_alike() {
     }
 }
 
-/// General modules, of which each head dim has one that everything else falls back on, accept every
+/// Fallback modules, of which each head dim has one that all others fall back on, accept every
 /// feature but those that are another kernel's.
 #[test]
-fn general_modules_accept_everything() {
-    let mut general = 0;
+fn fallback_modules_accept_everything() {
+    let mut fallbacks = 0;
     for coverage in coverages() {
         let name = &coverage.subject.name;
-        if !name.contains("_general") || name.contains("_sm90") {
+        if !name.contains("_fallback") || name.contains("_sm90") {
             continue;
         }
-        general += 1;
+        fallbacks += 1;
         let others = |feature| match feature {
             Feature::OutF32 => name.contains("_f32_"),
             // Tiles of 8 rows, and those over caches in any format, are joined at once.
@@ -128,7 +128,7 @@ fn general_modules_accept_everything() {
             assert!(others(*feature), "{name} does not accept {feature}: {why}");
         }
     }
-    assert!(general > 40, "{general}");
+    assert!(fallbacks > 40, "{fallbacks}");
 }
 
 fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {

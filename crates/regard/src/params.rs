@@ -230,7 +230,7 @@ parameters! {
         out: RowTensor,
         /// Log-sum-exp of each row, f32.
         lse: RowTensor,
-        /// Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says.
+        /// Mask [B, Hq, Lq, Lk], of the type in `mask_kind`.
         mask: u64,
         /// ALiBi slopes, f32 [Hq].
         alibi_slopes: u64,
@@ -244,7 +244,7 @@ parameters! {
         cu_seqlens_q: u64,
         /// Cumulative key lengths, i32 [B + 1].
         cu_seqlens_k: u64,
-        /// Block table, i32 [B, blocks].
+        /// Page table, i32 [B, blocks].
         block_table: u64,
         /// Positions of the first rows, i32 [B].
         q_offsets: u64,
@@ -261,7 +261,7 @@ parameters! {
         mask_strides: MaskStrides,
         /// Tree bits.
         tree_strides: TreeStrides,
-        /// Block table: from one sequence to the next.
+        /// Page table: from one sequence to the next.
         block_table_stride: i64,
         /// Sliding window and causality.
         window: Window,
@@ -339,7 +339,7 @@ parameters! {
     PrefixGroup {
         /// Workspace: the group's first partial state.
         first_state: i64,
-        /// The sequence whose block table the prefix is read through.
+        /// The sequence whose page table the prefix is read through.
         sequence: i32,
         /// Keys of the prefix.
         len: i32,
@@ -356,7 +356,7 @@ parameters! {
         /// The group's first work item.
         first_item: i32,
     }
-    /// What the kernels for prefix groups read besides.
+    /// Further parameters of the kernels for prefix groups.
     PrefixParameters {
         /// Group of each sequence, i32 [B]; -1 for none.
         groups: u64,
@@ -486,13 +486,13 @@ parameters! {
         query: TokenTensor,
         /// Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
         rotary: u64,
-        /// Block table, i32 [B, blocks]; 0 if sequence b is page b.
+        /// Page table, i32 [B, blocks]; 0 if sequence b is page b.
         block_table: u64,
         /// Tokens of each sequence after appending, i32 [B].
         kv_lens: u64,
         /// Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
         cu_seqlens: u64,
-        /// Block table: from one sequence to the next.
+        /// Page table: from one sequence to the next.
         block_table_stride: i64,
         /// Formats of the pools, and their scales; written where they are dynamic.
         cache: CacheParameters,

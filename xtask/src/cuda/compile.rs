@@ -52,7 +52,7 @@ fn compile_one<'a>(
 ) -> Result<Compiled<'a>> {
     let ptx = ptx::for_older_drivers(&nvrtc.compile(sources, module)?)?;
     ptx::expect_no_path(&ptx)?;
-    let ptx = ptx::bare(&ptx);
+    let ptx = ptx::stripped(&ptx);
     std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
     let starts_early = ptx.contains(WAIT);
     let (mut images, mut assemblies) = (Vec::new(), Vec::new());
@@ -119,11 +119,12 @@ fn assemble<'a>(
                 usages.extend(
                     assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)),
                 );
-                let said = assembly.losses.iter().map(|loss| (*module, format!("{place}: {loss}")));
+                let losses =
+                    assembly.losses.iter().map(|loss| (*module, format!("{place}: {loss}")));
                 if module.must_not_spill {
-                    complaints.extend(said)
+                    complaints.extend(losses)
                 } else {
-                    said.for_each(|(_, loss)| println!("{loss}"))
+                    losses.for_each(|(_, loss)| println!("{loss}"))
                 }
             }
             Err(error) => complaints.push((module, format!("{place}: {error:#}"))),

@@ -2,7 +2,7 @@
 //! ([`registry::Package`]).
 //!
 //! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by
-//! NVRTC, one module at a time, and assembled for the generations of GPUs that most have. PTX and
+//! NVRTC, one module at a time, and assembled for the common generations of GPUs. PTX and
 //! machine code are kept in the folder `images` of the module's crate, compressed, with an index in
 //! Rust.
 //! A user of the crate needs no compiler for them. A change of them needs three wheels from PyPI
@@ -43,8 +43,8 @@ pub enum Command {
     /// kernels that must not spill do not. Modules that the record vouches for are not built again,
     /// but for one of each kind.
     Check {
-        /// Build every module again, even if the record has it. `--only` and `--arch` do so with
-        /// what they name.
+        /// Build every module again, even if the record has it. `--only` and `--arch` imply it for
+        /// the modules that they select.
         #[arg(long)]
         all: bool,
         #[command(flatten)]
@@ -76,8 +76,8 @@ pub struct Selection {
 /// The architectures that what ships must assemble for: A100, L40, H200, B200, RTX 50.
 const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"];
 
-/// Those that modules ship machine code for. That for sm_80 runs on sm_86 and sm_89 too. On GPUs
-/// newer than these the driver compiles PTX.
+/// Architectures that modules ship machine code for. Code for sm_80 runs on sm_86 and sm_89 too. On
+/// GPUs newer than these the driver compiles PTX.
 const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 
 /// The kind of an image that is PTX; the others are called after what they are for.
@@ -155,7 +155,7 @@ impl Module {
         kinds
     }
 
-    /// Those of the architectures that its PTX must assemble for: its own and later ones, or its
+    /// The architectures among these that its PTX must assemble for: its own and later ones, or its
     /// own alone.
     fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
         let own = self.own_target();
@@ -251,7 +251,7 @@ struct Setup<'a> {
 }
 
 impl Folders {
-    /// Those of a crate of images.
+    /// The folders of a crate of images.
     fn for_package(package: &str) -> Folders {
         let crates = crate::workspace().join("crates");
         Folders {
@@ -280,7 +280,7 @@ impl Selection {
         Ok(selected)
     }
 
-    /// Those of the modules that are selected.
+    /// The selected ones of the modules.
     fn select<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
         ship::check_names(modules)?;
         Ok(modules.iter().filter(|module| self.takes(module)).collect())

@@ -157,8 +157,8 @@ impl Program<'_> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: the program is alive, and nobody uses it afterwards. An error would leave nothing
-        // to do.
+        // SAFETY: the program is alive, and this is its last use. An error would leave nothing to
+        // do.
         unsafe { (self.nvrtc.destroy_program)(&mut self.handle) };
     }
 }

@@ -23,23 +23,23 @@ pub fn for_older_drivers(ptx: &str) -> Result<String> {
 
 /// The PTX without comments, empty lines and indentation, and with at most one space between words:
 /// a twentieth less ships. The only strings are names of pragmas.
-pub fn bare(ptx: &str) -> String {
-    let mut bare = String::with_capacity(ptx.len());
+pub fn stripped(ptx: &str) -> String {
+    let mut text = String::with_capacity(ptx.len());
     for line in ptx.lines() {
         let line = line.split_once("//").map_or(line, |(code, _)| code);
         let words = line.split_ascii_whitespace();
-        let before = bare.len();
+        let before = text.len();
         for word in words {
-            if bare.len() > before && !bare.ends_with(',') {
-                bare.push(' ');
+            if text.len() > before && !text.ends_with(',') {
+                text.push(' ');
             }
-            bare.push_str(word);
+            text.push_str(word);
         }
-        if bare.len() > before {
-            bare.push('\n');
+        if text.len() > before {
+            text.push('\n');
         }
     }
-    bare
+    text
 }
 
 /// Fails if a text has an absolute path in it: images must not depend on the build directory.
@@ -89,7 +89,7 @@ mod tests {
     fn comments_are_stripped() {
         let ptx = "//\n// Generated\n.version 8.0\n\n\t// begin inline asm\n\
             \tadd.s32 \t%r1, %r2, 1; // one\n$L_1:\n";
-        assert_eq!(bare(ptx), ".version 8.0\nadd.s32 %r1,%r2,1;\n$L_1:\n");
+        assert_eq!(stripped(ptx), ".version 8.0\nadd.s32 %r1,%r2,1;\n$L_1:\n");
     }
 
     #[test]

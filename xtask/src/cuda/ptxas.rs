@@ -1,5 +1,5 @@
-//! ptxas, NVIDIA's assembler: checks that PTX is valid for an architecture, and says what its
-//! kernels take there.
+//! ptxas, NVIDIA's assembler: checks that PTX is valid for an architecture, and reports the
+//! resources of its kernels there.
 
 use super::Module;
 use anyhow::{Context, Result, bail};
@@ -12,7 +12,7 @@ use std::process::Command;
 pub struct Usage {
     /// The entry point.
     pub kernel: String,
-    /// Registers a thread.
+    /// Registers per thread.
     pub registers: usize,
     /// Static shared memory per CTA, in bytes.
     pub shared_bytes: usize,
@@ -49,29 +49,29 @@ pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> 
         .arg(format!("{name}.ptx"))
         .output()
         .with_context(|| format!("{} did not start", ptxas.display()))?;
-    let said = String::from_utf8_lossy(&output.stderr) + String::from_utf8_lossy(&output.stdout);
+    let report = String::from_utf8_lossy(&output.stderr) + String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
-        bail!("ptxas: {}\n{}", output.status, said.trim());
+        bail!("ptxas: {}\n{}", output.status, report.trim());
     }
-    for line in said.lines().filter(|line| line.contains("warning")) {
+    for line in report.lines().filter(|line| line.contains("warning")) {
         println!("module {name}, {architecture}: {line}");
     }
-    Ok(Assembly { kernels: parse(&said)?, losses: losses(&said) })
+    Ok(Assembly { kernels: parse(&report)?, losses: losses(&report) })
 }
 
 /// The lines that report lost performance.
-fn losses(said: &str) -> Vec<String> {
+fn losses(report: &str) -> Vec<String> {
     let words =
         |line: &str| Some(line[line.find("Potential Performance Loss")?..].trim().to_string());
-    said.lines().filter_map(words).collect()
+    report.lines().filter_map(words).collect()
 }
 
-/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and
+/// Parses the report of `ptxas --verbose`. Per kernel: a line with its name, one with stack and
 /// spills, one with the rest. Functions that were not inlined follow, with stack and spills of
 /// their own: they count for the kernel before them.
-fn parse(said: &str) -> Result<Vec<Usage>> {
+fn parse(report: &str) -> Result<Vec<Usage>> {
     let mut kernels: Vec<Usage> = Vec::new();
-    for line in said.lines() {
+    for line in report.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let kernel = rest.split('\'').next().unwrap_or_default();
             kernels.push(Usage { kernel: kernel.into(), ..Usage::default() });
@@ -87,7 +87,7 @@ fn parse(said: &str) -> Result<Vec<Usage>> {
         }
     }
     if kernels.is_empty() || kernels.iter().any(|usage| usage.registers == 0) {
-        bail!("ptxas did not say what every kernel takes:\n{}", said.trim());
+        bail!("ptxas did not report the registers of every kernel:\n{}", report.trim());
     }
     Ok(kernels)
 }
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     /// Output of ptxas 12.8, with a function that is not inlined.
-    const SAID: &str = "\
+    const REPORT: &str = "\
 ptxas info    : 4 bytes gmem
 ptxas info    : Compiling entry function 'decode_f16' for 'sm_80'
 ptxas info    : Function properties for decode_f16
@@ -186,21 +186,21 @@ ptxas info    : Used 32 registers, used 0 barriers, 360 bytes cmem[0]
             spill_loads: 8 + 96,
         };
         let merge = Usage { kernel: "merge".into(), registers: 32, ..Usage::default() };
-        assert_eq!(parse(SAID).expect("valid"), [decode, merge]);
+        assert_eq!(parse(REPORT).expect("valid"), [decode, merge]);
     }
 
     #[test]
-    fn lost_performance_is_heard() {
-        let said = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; \
+    fn lost_performance_is_reported() {
+        let report = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; \
                     unable to determine register count at entry.\n";
         let loss = "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register \
                     count at entry.";
-        assert_eq!(losses(said), [loss]);
-        assert!(losses(SAID).is_empty());
+        assert_eq!(losses(report), [loss]);
+        assert!(losses(REPORT).is_empty());
     }
 
     #[test]
-    fn silence_is_an_error() {
+    fn an_empty_report_is_an_error() {
         assert!(parse("").is_err());
         assert!(parse("ptxas info    : Compiling entry function 'merge' for 'sm_80'\n").is_err());
     }

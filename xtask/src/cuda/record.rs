@@ -48,8 +48,8 @@ impl Fingerprint {
 /// The versions of the compilers, as they give them themselves.
 fn compilers(tools: &Tools) -> Result<String> {
     let version = Nvrtc::load(&tools.nvrtc)?.version()?;
-    let said = |tool| succeed(Command::new(tool).arg("--version"));
-    Ok(format!("{version}\n{}\n{}", said(&tools.ptxas)?, said(&tools.nvdisasm)?))
+    let version_of = |tool| succeed(Command::new(tool).arg("--version"));
+    Ok(format!("{version}\n{}\n{}", version_of(&tools.ptxas)?, version_of(&tools.nvdisasm)?))
 }
 
 /// The fingerprint of each of some of the modules, by name, as things are.
@@ -105,16 +105,16 @@ pub fn stale<'a>(
         .collect())
 }
 
-/// Says what to do about such a module.
+/// The error for such a module, with the remedy.
 pub fn complaint(module: &str) -> String {
     format!(
-        "module {module}: {FILE} does not say that what ships was built from what is here; {}",
+        "module {module}: {FILE} has no fingerprint of these sources and images; {}",
         ship::REMEDY
     )
 }
 
-/// Writes the record after `built` were built, of which the good ones are vouched for. What it says
-/// of other modules stays as it is.
+/// Writes the record after `built` were built, of which the good ones are vouched for. Its
+/// lines for other modules stay.
 pub fn write<'a>(
     modules: &[Module],
     built: &[&'a Module],

@@ -2,7 +2,7 @@
 //!
 //! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
 //! generation of GPUs. Images of one kind of modules that differ only in types and in rows of tiles
-//! lie in one archive: they are similar, and together they compress to little more than each of
+//! share an archive: they are similar, and together they compress to little more than each of
 //! them does. An archive starts with a line for each image (name, bytes, and whether its kernels
 //! start early) and an empty line; the images follow. It is an LZMA file.
 
@@ -24,7 +24,7 @@ const INDEX: &str = "index.rs";
 /// The error of an archive with an invalid format.
 const BROKEN: &str = "the archive is broken";
 
-/// Says what to do about a difference.
+/// The remedy for a difference.
 pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
 
 /// The archive of a module's image of that kind: named after the module, without its types, the
@@ -34,8 +34,8 @@ pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes
 /// are named after the family alone: together they are smaller, and unpack in less than a second.
 fn archive_name(module: &Module, kind: &str) -> String {
     const OWN: [&str; 13] = [
-        "f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "lists", "general", "plain", "sm80",
-        "sm90",
+        "f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "lists", "fallback", "plain",
+        "sm80", "sm90",
     ];
     let is_rows = |word: &str| {
         word.strip_prefix('r').is_some_and(|rows| rows.bytes().all(|byte| byte.is_ascii_digit()))
@@ -129,7 +129,7 @@ fn read(folder: &Path, archive: &str) -> Result<(usize, Vec<Packed>)> {
     Ok((packed.len(), images))
 }
 
-/// Writes the archives of some of the modules. What lies in them of the others stays as it is.
+/// Writes the archives of some of the modules. Images of other modules in them stay.
 pub fn write<'a>(
     folder: &Path,
     modules: &[Module],
@@ -165,7 +165,7 @@ pub fn write<'a>(
 pub fn all(folder: &Path, modules: &[Module]) -> BTreeMap<String, Vec<(&'static str, Image)>> {
     let mut images: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (archive, (kind, _)) in archives(modules) {
-        // What cannot be read is missing; what else looks at it says why.
+        // An unreadable archive counts as missing; `check` reports why.
         for Packed { module, image, .. } in
             read(folder, &archive).map_or_else(|_| Vec::new(), |(_, images)| images)
         {
@@ -269,14 +269,14 @@ pub fn write_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     Ok(bytes)
 }
 
-/// Fails unless the index is that of what is in the folder; the bytes of all archives together are
+/// Fails unless the index matches the folder; the bytes of all archives together are
 /// returned.
 pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     let (text, bytes) = index(folder, modules)?;
     let shipped =
         fs::read_to_string(folder.join(INDEX)).with_context(|| format!("reading {INDEX}"))?;
     if shipped != text {
-        bail!("{INDEX} is not that of the modules that ship; {REMEDY}");
+        bail!("{INDEX} does not match the modules that ship; {REMEDY}");
     }
     Ok(bytes)
 }

@@ -147,7 +147,7 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     let not_recorded = |modules: &[Module]| {
         forget();
         let error = check(modules, false).expect_err("something has changed").to_string();
-        assert!(error.contains("module second: record.txt does not say"), "{error}");
+        assert!(error.contains("module second: record.txt has no fingerprint"), "{error}");
         assert!(rebuilt("second"));
         error
     };
@@ -167,7 +167,7 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
         .expect("writable");
     assert!(!not_recorded(&modules).contains("module second ships"));
 
-    // What is not as it should be is built, but not vouched for.
+    // A module that breaks a rule is built, but gets no fingerprint.
     modules[2].must_not_spill = true;
     build(&modules, &selection, setup(&folders, &tools)).expect("it builds");
     let record = fs::read_to_string(folders.images.join(record::FILE)).expect("written");
@@ -181,7 +181,7 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
             && error.contains("module spilling: record.txt"),
         "{error}"
     );
-    // Building one module leaves what is said of the others.
+    // Building one module leaves the lines of the others.
     let selection = Selection { only: Some("second".into()), ..everything() };
     build(&modules, &selection, setup(&folders, &tools)).expect("it builds");
     assert_eq!(record, fs::read_to_string(folders.images.join(record::FILE)).expect("written"));
@@ -224,9 +224,9 @@ fn compiler_messages_are_in_the_error() {
 
 #[test]
 fn modules_bound_to_an_architecture_assemble_there_only() {
-    let general = module("general", "sample.cu", "compute_80");
+    let fallback = module("fallback", "sample.cu", "compute_80");
     let hopper = module("hopper", "sample.cu", "compute_90a");
-    assert_eq!(general.targets(&ARCHITECTURES), ARCHITECTURES);
+    assert_eq!(fallback.targets(&ARCHITECTURES), ARCHITECTURES);
     assert_eq!(hopper.targets(&ARCHITECTURES), ["sm_90a"]);
     assert!(hopper.targets(&["sm_120"]).is_empty());
     let since_hopper = module("since_hopper", "sample.cu", "compute_90");

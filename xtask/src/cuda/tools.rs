@@ -83,13 +83,13 @@ fn install(folder: &Path) -> Result<()> {
     .map(drop)
 }
 
-/// Runs a command and returns what it printed; its failure is an error with what it said.
+/// Runs a command and returns its output; its failure is an error with its messages.
 pub fn succeed(command: &mut Command) -> Result<String> {
     let called = format!("{command:?}");
     let output = command.output().with_context(|| format!("{called} did not start"))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        bail!("{called}: {}\n{}", output.status, said.trim());
+        let messages = String::from_utf8_lossy(&output.stderr);
+        bail!("{called}: {}\n{}", output.status, messages.trim());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -389,7 +389,7 @@ impl Operands {
     const fn build_name(&self) -> &'static str {
         match self.build {
             Build::Specialized => "plain",
-            Build::Fallback => "general",
+            Build::Fallback => "fallback",
         }
     }
 }

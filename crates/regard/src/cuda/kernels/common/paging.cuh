@@ -17,8 +17,9 @@ static __device__ __forceinline__ int page_of(const AttentionParameters &params,
     return clamp_int(entry, 0, params.blocks - 1);
 }
 
-// The page table of a sequence.
-static __device__ __forceinline__ const int *page_table(const AttentionParameters &params, int sequence) {
+// The page table of a sequence. `Parameters`: of attention or of append.
+template <class Parameters>
+static __device__ __forceinline__ const int *page_table(const Parameters &params, int sequence) {
     return (const int *)params.block_table + sequence * params.block_table_stride;
 }
 

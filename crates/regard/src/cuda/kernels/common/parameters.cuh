@@ -170,14 +170,14 @@ struct AttentionParameters {
     KvTensor values; // Values, like the keys.
     RowTensor out; // Output, like the queries.
     RowTensor lse; // Log-sum-exp of each row, f32.
-    unsigned long long mask; // Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says.
+    unsigned long long mask; // Mask [B, Hq, Lq, Lk], of the type in `mask_kind`.
     unsigned long long alibi_slopes; // ALiBi slopes, f32 [Hq].
     unsigned long long sinks; // Sinks, f32 [Hq].
     unsigned long long tree_mask; // Tree bits, i32 [B, Lq, words].
     unsigned long long kv_lens; // Keys in use, i32 [B].
     unsigned long long cu_seqlens_q; // Cumulative query lengths, i32 [B + 1].
     unsigned long long cu_seqlens_k; // Cumulative key lengths, i32 [B + 1].
-    unsigned long long block_table; // Block table, i32 [B, blocks].
+    unsigned long long block_table; // Page table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
     // Workspace, for prefix groups: the first key of each sequence that decode attends to, i32 [B]; 0 for none. Decode
@@ -187,7 +187,7 @@ struct AttentionParameters {
     RowTensor own_states; // Workspace: their maxima and sums, pairs of f32.
     MaskStrides mask_strides; // Mask.
     TreeStrides tree_strides; // Tree bits.
-    long long block_table_stride; // Block table: from one sequence to the next.
+    long long block_table_stride; // Page table: from one sequence to the next.
     Window window; // Sliding window and causality.
     Chunk chunk; // Chunked attention.
     KeyPositions key_positions; // Positions of keys.
@@ -233,7 +233,7 @@ static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
 // A prefix group: sequences whose rows attend to a shared prefix together.
 struct PrefixGroup {
     long long first_state; // Workspace: the group's first partial state.
-    int sequence; // The sequence whose block table the prefix is read through.
+    int sequence; // The sequence whose page table the prefix is read through.
     int len; // Keys of the prefix.
     int first_token; // The group's first query token, among those of all groups.
     int rows; // Query rows per key/value head: tokens times heads that share one.
@@ -244,7 +244,7 @@ struct PrefixGroup {
 };
 static_assert(sizeof(PrefixGroup) == 40, "as the host has it");
 
-// What the kernels for prefix groups read besides.
+// Further parameters of the kernels for prefix groups.
 struct PrefixParameters {
     unsigned long long groups; // Group of each sequence, i32 [B]; -1 for none.
     unsigned long long lens; // Prefix length of each group, i32 [G].
@@ -330,10 +330,10 @@ struct AppendParameters {
     KvTensor values; // Pool of values.
     TokenTensor query; // Queries to rotate in place [total, Hq, Dk], or none.
     unsigned long long rotary; // Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
-    unsigned long long block_table; // Block table, i32 [B, blocks]; 0 if sequence b is page b.
+    unsigned long long block_table; // Page table, i32 [B, blocks]; 0 if sequence b is page b.
     unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
     unsigned long long cu_seqlens; // Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
-    long long block_table_stride; // Block table: from one sequence to the next.
+    long long block_table_stride; // Page table: from one sequence to the next.
     CacheParameters cache; // Formats of the pools, and their scales; written where they are dynamic.
     int batch; // Sequences.
     int tokens; // Tokens in all.

@@ -550,8 +550,8 @@ struct Worker {
 };
 
 // Merges the partial states of CTAs `first..=last` for all rows of a tile, and writes the rows.
-static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last,
-                                                    const TileRange &tile_range) {
+static __device__ __forceinline__ void combine_ctas(const Worker &w, long long work_per_cta, long long first,
+                                                    long long last, const TileRange &tile_range) {
     const AttentionParameters &params = w.params;
     for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
         if (!params.batch_invariant) {
@@ -559,16 +559,112 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
             continue;
         }
         RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
-        for (long long block = first + 1; block <= last; block++) {
-            int pieces = (int)(min((block + 1) * share, tile_range.end) - max(block * share, tile_range.keys_start));
+        for (long long cta = first + 1; cta <= last; cta++) {
+            int pieces =
+                (int)(min((cta + 1) * work_per_cta, tile_range.end) - max(cta * work_per_cta, tile_range.keys_start));
             for (int piece = 0; piece < pieces; piece++)
-                combine_next(unit_of(params), state,
-                             load_partial(partial_state(params, block, 1 + piece), row, w.lane));
+                combine_next(unit_of(params), state, load_partial(partial_state(params, cta, 1 + piece), row, w.lane));
         }
         store_row(params, w.tile, row, w.lane, state, w.out_type());
     }
 }
 
+// Finds the keys of a piece, which has the key units of the tile from `unit` on: `step` of them, and none from
+// `last_unit` on.
+static __device__ __forceinline__ void select_keys(const AttentionParameters &params, Worker &w, int first_unit,
+                                                   int unit, int step, int last_unit) {
+    w.key_start = max(w.tile.any_start, (first_unit + unit) << params.stream_k.work_unit_shift);
+    w.key_end = (int)min((long long)w.tile.any_end, (long long)(first_unit + min(unit + step, last_unit))
+                                                        << params.stream_k.work_unit_shift);
+    if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
+    w.first_key_tile = w.key_start / TILE_KEYS;
+    if (params.batch_invariant) {
+        // The group that has a key must not depend on where the tile's first row begins to see, because the
+        // groups' sums are merged afterwards.
+        int unit_key_tile = ((first_unit + unit) << params.stream_k.work_unit_shift) / TILE_KEYS;
+        if (w.first_key_tile > unit_key_tile)
+            w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.stream_k.key_groups;
+    }
+}
+
+// Merges the previous pieces of a row into the state of this piece, in batch-invariant mode.
+static __device__ __forceinline__ void fold_piece(const AttentionParameters &params, Shared &shared, const Worker &w,
+                                                  RowState &state, int piece, int row) {
+    // This CTA has the tile's first pieces and folds them as they come. Each lane reads back its own writes.
+    if (piece > 0) {
+        RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
+        folded.state = shared.folded[piece & 1][row];
+        combine_next(unit_of(params), folded, state);
+        state = folded;
+    }
+    if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
+}
+
+// Hands over a tile that is split over several CTAs: to `combine`, or to the last of the CTAs to arrive.
+static __device__ __forceinline__ void finish_tile(Worker &w, long long work_per_cta, const TileRange &tile_range,
+                                                   bool starts_here, bool ends_here) {
+    const AttentionParameters &params = w.params;
+    Shared &shared = w.shared;
+    if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
+        // `combine` combines the parts, and waits until all of them are counted.
+        if (threadIdx.x == 0) {
+            unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, work_per_cta);
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+        }
+    } else if (params.stream_k.partial_ranges) {
+        // `combine` combines the parts when all CTAs are done.
+        if (starts_here && threadIdx.x == 0) {
+            partial_range_of(params, w.tile) = {
+                (int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, work_per_cta)};
+        }
+    } else if (!starts_here || !ends_here) {
+        // Other CTAs have the rest of this tile. The last to arrive combines all parts.
+        long long first_cta = starts_here ? blockIdx.x : divide(tile_range.start, work_per_cta);
+        long long last_cta = ends_here ? blockIdx.x : divide(tile_range.end - 1, work_per_cta);
+        unsigned *counter = (unsigned *)params.workspace + first_cta;
+        if (threadIdx.x == 0) {
+            unsigned before;
+            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+            shared.last = before == (unsigned)(last_cta - first_cta);
+        }
+        __syncthreads();
+        if (shared.last) {
+            combine_ctas(w, work_per_cta, first_cta, last_cta, tile_range);
+            if (threadIdx.x == 0) *counter = 0;
+        }
+        __syncthreads();
+    }
+}
+
+// Finds this thread's place in the CTA, and its shared memory.
+static __device__ __forceinline__ void place_worker(Worker &w, int query_offset, int ring_offset) {
+    w.lane = threadIdx.x & 31;
+    w.group = threadIdx.x / THREADS_PER_GROUP;
+    w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
+    w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;
+    w.query = shared_address(dynamic_shared + query_offset);
+    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
+    w.products.lane = w.lane;
+    w.ring = shared_address(dynamic_shared + ring_offset) + w.group * STAGES * STAGE_BYTES;
+}
+
+// The work range of this CTA: from the schedule of the step if there is one.
+static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared,
+                                                  CtaRange &cta_range) {
+    if (is_scheduled(params)) {
+        load_scheduled(params, shared.scheduled);
+        cta_range = shared.scheduled.range;
+        if (params.block_size) touch_pages(params, shared.scheduled);
+    } else {
+        if (!params.stream_k.work_total) {
+            grid_dependency_wait();
+            if (!LISTS) prefetch_lengths(params);
+        }
+        cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+    }
+}
+
+// The loop over rows stays in the kernel: NVRTC compiles a function around it, although inlined, to other code.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 #if LISTS && CACHE
     decode(const __grid_constant__ ListedParameters listed, const __grid_constant__ CacheParameters cache) {
@@ -585,37 +681,20 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
     constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * QUERY_PITCH + 127) / 128 * 128;
     float *states = (float *)(dynamic_shared + RING_OFFSET);
-    static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reckons with this");
+    static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reserves this much shared memory");
 
 #if CACHE
     Worker w = {params, cache, shared};
 #else
     Worker w = {params, shared};
 #endif
-    w.lane = threadIdx.x & 31;
-    w.group = threadIdx.x / THREADS_PER_GROUP;
-    w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
-    w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;
-    w.query = shared_address(dynamic_shared + QUERY_OFFSET);
-    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
-    w.products.lane = w.lane;
-    w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
+    place_worker(w, QUERY_OFFSET, RING_OFFSET);
     touch_parameters(params);
 
     // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
     // before, `mainloop` waits instead.
     CtaRange cta_range;
-    if (is_scheduled(params)) {
-        load_scheduled(params, shared.scheduled);
-        cta_range = shared.scheduled.range;
-        if (params.block_size) touch_pages(params, shared.scheduled);
-    } else {
-        if (!params.stream_k.work_total) {
-            grid_dependency_wait();
-            if (!LISTS) prefetch_lengths(params);
-        }
-        cta_range = find_cta_range(params, shared.scan, shared.cta_range);
-    }
+    find_range(params, shared, cta_range);
     // Tiles cost nothing to start where each has CTAs of its own.
     w.waits_for_pages = params.block_size && cta_range.costs.start == 0;
     WorkCursor &cursor = cta_range.cursor;
@@ -654,18 +733,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         int step = params.batch_invariant ? 1 : max(last_unit - unit, 1);
         int pieces = params.batch_invariant ? max(1, last_unit - unit) : 1;
         for (int piece = 0; piece < pieces; piece++, unit += step) {
-            w.key_start = max(w.tile.any_start, (tiles.first_unit + unit) << params.stream_k.work_unit_shift);
-            w.key_end = (int)min((long long)w.tile.any_end, (long long)(tiles.first_unit + min(unit + step, last_unit))
-                                                                << params.stream_k.work_unit_shift);
-            if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
-            w.first_key_tile = w.key_start / TILE_KEYS;
-            if (params.batch_invariant) {
-                // The group that has a key must not depend on where the tile's first row begins to see, because the
-                // groups' sums are merged afterwards.
-                int unit_key_tile = ((tiles.first_unit + unit) << params.stream_k.work_unit_shift) / TILE_KEYS;
-                if (w.first_key_tile > unit_key_tile)
-                    w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.stream_k.key_groups;
-            }
+            select_keys(params, w, tiles.first_unit, unit, step, last_unit);
             w.mainloop();
             cp_async_wait<0>();
             __syncthreads();
@@ -681,17 +749,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
                     int row = first + i * warps;
                     if (row >= w.tile.rows) break;
                     RowState &state = combined[i];
-                    if (starts_here && pieces > 1) {
-                        // This CTA has the tile's first pieces and folds them as they come. Each lane reads back what
-                        // it wrote itself.
-                        if (piece > 0) {
-                            RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
-                            folded.state = shared.folded[piece & 1][row];
-                            combine_next(unit_of(params), folded, state);
-                            state = folded;
-                        }
-                        if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
-                    }
+                    if (starts_here && pieces > 1) fold_piece(params, shared, w, state, piece, row);
                     if (starts_here && ends_here && piece == pieces - 1) {
                         store_row(params, w.tile, row, w.lane, state, w.out_type());
                     } else {
@@ -703,44 +761,15 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
             __syncthreads();
         }
 
-        if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
-            // `combine` combines the parts, and waits until all of them are counted.
-            if (threadIdx.x == 0) {
-                unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
-                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-            }
-        } else if (params.stream_k.partial_ranges) {
-            // `combine` combines the parts when all CTAs are done.
-            if (starts_here && threadIdx.x == 0) {
-                partial_range_of(params, w.tile) = {
-                    (int)blockIdx.x,
-                    ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, cta_range.work_per_cta)};
-            }
-        } else if (!starts_here || !ends_here) {
-            // Other CTAs have the rest of this tile. The last to arrive combines all parts.
-            long long first_block = starts_here ? blockIdx.x : divide(tile_range.start, cta_range.work_per_cta);
-            long long last_block = ends_here ? blockIdx.x : divide(tile_range.end - 1, cta_range.work_per_cta);
-            unsigned *counter = (unsigned *)params.workspace + first_block;
-            if (threadIdx.x == 0) {
-                unsigned before;
-                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-                shared.last = before == (unsigned)(last_block - first_block);
-            }
-            __syncthreads();
-            if (shared.last) {
-                combine_ctas(w, cta_range.work_per_cta, first_block, last_block, tile_range);
-                if (threadIdx.x == 0) *counter = 0;
-            }
-            __syncthreads();
-        }
+        finish_tile(w, cta_range.work_per_cta, tile_range, starts_here, ends_here);
         at = end;
     }
-    // A CTA without work ends after the preceding kernel too: who waits for this kernel waits for both.
+    // A CTA without work ends after the preceding kernel too: a kernel that waits for this one waits for both.
     if (is_scheduled(params)) grid_dependency_wait();
 }
 
 #if !LISTS
-// The schedule of a step: what each CTA of `decode`, of the same grid, would find out by itself.
+// The schedule of a step: the range that each CTA of `decode`, of the same grid, would compute by itself.
 extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     schedule_ctas(const __grid_constant__ AttentionParameters params) {
     write_schedule(params);

@@ -10,9 +10,9 @@ constexpr int COUNTERS = 1024; // at the start of the workspace, at most one per
 constexpr int PARTIAL_FLOATS = TILE_ROWS * (VALUE_DIM + 2);
 
 // A partial state in the workspace: maxima, sums, outputs.
-static __device__ __forceinline__ float *partial_state(const AttentionParameters &params, long long block, int slot) {
+static __device__ __forceinline__ float *partial_state(const AttentionParameters &params, long long cta, int slot) {
     return (float *)(params.workspace + COUNTERS * 4) +
-           (block * params.stream_k.partials_per_cta + slot) * PARTIAL_FLOATS;
+           (cta * params.stream_k.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
 // Counts the parts of a tile that are done: those of the rows that CTA `rank` of each part has.

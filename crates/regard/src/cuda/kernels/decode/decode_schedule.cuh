@@ -9,7 +9,7 @@
 #include "decode/stream_k.cuh"
 
 constexpr int SCHEDULE_THREADS = 128;
-static_assert(sizeof(ScheduledCta) == SCHEDULED_BYTES, "the host reckons with this");
+static_assert(sizeof(ScheduledCta) == SCHEDULED_BYTES, "the host reserves this many bytes per CTA");
 
 static __device__ __forceinline__ ScheduledCta *scheduled_cta(const AttentionParameters &params) {
     return (ScheduledCta *)(params.stream_k.schedule + (unsigned long long)part_index() * SCHEDULED_BYTES);
@@ -82,6 +82,6 @@ static __device__ __forceinline__ void write_schedule(const AttentionParameters 
             to.end_page = page_index(params, (int)min(end, (long long)to.sequence.kv_len) - 1) + 1;
         }
     }
-    // Kernels that start when this one has ended read it without waiting for what lies between.
+    // Kernels that start when this one has ended read it without waiting for the kernels in between.
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }

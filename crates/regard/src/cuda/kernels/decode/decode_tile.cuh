@@ -11,7 +11,7 @@ struct TileRange {
     long long start, keys_start, end;
 };
 
-// What the schedule of a step says about a CTA of `decode` (decode_schedule.cuh), in the same bytes in every module.
+// The entry of a CTA of `decode` in the schedule of a step (decode_schedule.cuh); the same bytes in every module.
 constexpr int SCHEDULED_BYTES = 128;
 struct alignas(SCHEDULED_BYTES) ScheduledCta {
     CtaRange range;

@@ -57,7 +57,7 @@ static __device__ __forceinline__ long long divide(long long a, long long b) {
 
 static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
 
-// What the work is divided among: sequences, or rows if they have lists of keys.
+// The work is divided among sequences, or among rows if they have lists of keys.
 static __device__ __forceinline__ SequenceInfo load_work(const AttentionParameters &params, int index) {
 #if LISTS
     return load_listed_row(params, index);
@@ -116,7 +116,7 @@ static __device__ __forceinline__ long long sum_warp(long long x) {
 }
 
 // Sums over the threads of the CTA; all of them get the sum.
-static __device__ long long sum_block(long long x, CtaScan &scan) {
+static __device__ long long sum_cta(long long x, CtaScan &scan) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     x = sum_warp(x);
     __syncthreads();
@@ -166,7 +166,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     // With few sequences each warp scans all of them by itself, which is faster than a CTA-wide sum.
     bool few = params.batch <= 256;
     int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
-    auto sum = [&](long long x) { return few ? sum_warp(x) : sum_block(x, scan); };
+    auto sum = [&](long long x) { return few ? sum_warp(x) : sum_cta(x, scan); };
     long long tiles = 0, units = 0, parts = 0;
 #pragma unroll 1
     for (int i = from; i < params.batch; i += step) {
@@ -176,52 +176,52 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     }
     tiles = sum(tiles);
     units = sum(units);
-    long long line = units + tiles * params.stream_k.tile_start_work, blocks = part_count();
-    cta_range.work_per_cta = divide_up(line, blocks);
-    if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
+    long long work_total = units + tiles * params.stream_k.tile_start_work, ctas = part_count();
+    cta_range.work_per_cta = divide_up(work_total, ctas);
+    if (tiles && 2 * tiles <= ctas && !params.batch_invariant) {
         // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
-        long long share =
-            max(divide_up(units, min(divide(blocks, tiles),
+        long long work_per_cta =
+            max(divide_up(units, min(divide(ctas, tiles),
                                      max(1ll, divide(units, tiles * min_units(params.stream_k.key_groups)))) *
                                      tiles),
                 2ll);
 #pragma unroll 1
         for (int i = from; i < params.batch; i += step) {
-            SequenceTiles here = sequence_tiles(params, load_work(params, i), {(int)share, 0});
-            parts += divide(here.cost, share) * here.count(params);
+            SequenceTiles here = sequence_tiles(params, load_work(params, i), {(int)work_per_cta, 0});
+            parts += divide(here.cost, work_per_cta) * here.count(params);
         }
         parts = sum(parts);
         // Rounding up adds less than one CTA per tile, so this always fits.
-        if (parts > blocks) share = max(divide_up(units, blocks - tiles), 2ll);
-        cta_range.costs = {(int)share, 0};
-        cta_range.work_per_cta = share;
-        line = blocks * share;
+        if (parts > ctas) work_per_cta = max(divide_up(units, ctas - tiles), 2ll);
+        cta_range.costs = {(int)work_per_cta, 0};
+        cta_range.work_per_cta = work_per_cta;
+        work_total = ctas * work_per_cta;
     } else if (!params.batch_invariant) {
         // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
         SequenceTiles first = sequence_tiles(params, load_work(params, 0), cta_range.costs);
-        long long whole = divide_up(tiles, blocks) * first.cost;
-        bool alike = first.units * tiles == units;
+        long long whole_tiles = divide_up(tiles, ctas) * first.cost;
+        bool same_lengths = first.units * tiles == units;
 #pragma unroll 1
-        for (int i = from; i < params.batch && alike; i += step) {
+        for (int i = from; i < params.batch && same_lengths; i += step) {
             SequenceTiles here = sequence_tiles(params, load_work(params, i), cta_range.costs);
-            alike = here.units == first.units || !here.row_tiles;
+            same_lengths = here.units == first.units || !here.row_tiles;
         }
-        if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
-            cta_range.work_per_cta = whole;
+        if (!sum(!same_lengths) && whole_tiles * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
+            cta_range.work_per_cta = whole_tiles;
     }
     cta_range.begin = part_index() * cta_range.work_per_cta;
-    cta_range.end = min(cta_range.begin + cta_range.work_per_cta, line);
+    cta_range.end = min(cta_range.begin + cta_range.work_per_cta, work_total);
     cta_range.cursor = {0, 0};
     WorkCursor &cursor = cta_range.cursor;
     if (cta_range.begin < cta_range.end) {
         // Skip blockDim.x sequences at a time, until a step passes `begin`.
 #pragma unroll 1
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
-            long long round = sum_block(
+            long long skipped = sum_cta(
                 sequence_tiles(params, load_work(params, cursor.sequence + threadIdx.x), cta_range.costs).work(params),
                 scan);
-            if (cursor.before + round > cta_range.begin) break;
-            cursor.before += round;
+            if (cursor.before + skipped > cta_range.begin) break;
+            cursor.before += skipped;
         }
         cursor = find_sequence(params, cta_range.costs, cursor, cta_range.begin);
         // With rounded-up tiles, the work may end before the last CTAs.
@@ -277,47 +277,48 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     }
     tiles = __reduce_add_sync(~0u, tiles);
     units = __reduce_add_sync(~0u, units);
-    int blocks = part_count(), line = units + tiles * params.stream_k.tile_start_work;
-    int share, start = params.stream_k.tile_start_work;
+    int ctas = part_count(), work_total = units + tiles * params.stream_k.tile_start_work;
+    int work_per_cta, start = params.stream_k.tile_start_work;
     // Tiles take a whole number of CTAs.
-    bool rounded = tiles && 2 * tiles <= blocks && !params.batch_invariant;
+    bool rounded = tiles && 2 * tiles <= ctas && !params.batch_invariant;
     if (rounded) {
-        int parts = min(divide_small(blocks, tiles),
-                        max(1, divide_small(units, tiles * min_units(params.stream_k.key_groups))));
-        share = max(divide_small_up(units, parts * tiles), 2);
+        int parts =
+            min(divide_small(ctas, tiles), max(1, divide_small(units, tiles * min_units(params.stream_k.key_groups))));
+        work_per_cta = max(divide_small_up(units, parts * tiles), 2);
         if (params.batch > 1) {
             auto parts_of = [&](const SequenceWork &few) {
-                return divide_small_up(max(few.units, 1), share) * few.count;
+                return divide_small_up(max(few.units, 1), work_per_cta) * few.count;
             };
             int all = parts_of(mine);
 #pragma unroll 1
             for (int i = lane + 32; i < params.batch; i += 32) all += parts_of(sequence_work(params, i));
-            if (__reduce_add_sync(~0u, all) > blocks) share = max(divide_small_up(units, blocks - tiles), 2);
+            if (__reduce_add_sync(~0u, all) > ctas) work_per_cta = max(divide_small_up(units, ctas - tiles), 2);
         }
         start = 0;
-        line = blocks * share;
+        work_total = ctas * work_per_cta;
     } else {
-        share = divide_small_up(line, blocks);
+        work_per_cta = divide_small_up(work_total, ctas);
         int first = __shfl_sync(~0u, mine.units, 0);
-        bool alike = mine.units == first || !mine.count;
+        bool same_lengths = mine.units == first || !mine.count;
 #pragma unroll 1
         for (int i = lane + 32; i < params.batch; i += 32) {
             SequenceWork other = sequence_work(params, i);
-            alike &= other.units == first || !other.count;
+            same_lengths &= other.units == first || !other.count;
         }
-        int whole = divide_small_up(tiles, blocks) * (first + start);
-        if (!params.batch_invariant && __all_sync(~0u, alike) && first * tiles == units &&
-            whole * 25ll <= (share + start) * 26ll)
-            share = whole;
+        int whole_tiles = divide_small_up(tiles, ctas) * (first + start);
+        if (!params.batch_invariant && __all_sync(~0u, same_lengths) && first * tiles == units &&
+            whole_tiles * 25ll <= (work_per_cta + start) * 26ll)
+            work_per_cta = whole_tiles;
     }
     CtaRange cta_range;
-    cta_range.costs = {rounded ? share : 1, start};
-    cta_range.work_per_cta = share;
-    int at = part_index() * share, before = 0, sequence = 0;
-    int until = min(at + share, line);
+    cta_range.costs = {rounded ? work_per_cta : 1, start};
+    cta_range.work_per_cta = work_per_cta;
+    int at = part_index() * work_per_cta, before = 0, sequence = 0;
+    int until = min(at + work_per_cta, work_total);
     // Find the sequence that contains the range's begin, 32 per step.
     while (params.batch > 1 && at < until) {
-        int length = mine.count * (rounded ? divide_small_up(max(mine.units, 1), share) * share : mine.units + start);
+        int length = mine.count *
+                     (rounded ? divide_small_up(max(mine.units, 1), work_per_cta) * work_per_cta : mine.units + start);
         int reached = length;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {

@@ -1,4 +1,4 @@
-// What all consumers of the decode kernel for latent caches have: queries, chunks of values, and the ends of pieces.
+// Shared by all consumers of the decode kernel for latent caches: queries, chunks of values, and the ends of pieces.
 #pragma once
 #include "hopper/latent_shape.cuh"
 
@@ -46,7 +46,7 @@ struct Consumer {
         return tile.at(i * VALUE_WARPGROUPS + warpgroup);
     }
 
-    // Waits for a chunk. Whoever has scores has waited for the K tile; so must everyone who reads what loaders wrote.
+    // Waits for a chunk. A warpgroup with scores has waited for the K tile; every reader of loaded data must.
     __device__ __forceinline__ void wait_chunk(const PipelineState<CHUNKS> &chunk) const {
         hopper::mbarrier_wait(shared_address(&shared.full[chunk.index]), chunk.phase);
         fence_copies();
@@ -55,7 +55,7 @@ struct Consumer {
         hopper::mbarrier_wait(shared_address(&shared.rest_full[rest.index]), rest.phase);
         fence_copies();
     }
-    // wgmma reads what cp.async wrote after a fence; what TMA wrote, it reads without.
+    // wgmma needs a fence to read data of cp.async, and none to read data of TMA.
     static __device__ __forceinline__ void fence_copies() {
         if (LISTS) hopper::fence_proxy_async();
     }

@@ -41,7 +41,7 @@ constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // of an SM.
 constexpr int VALUE_REGISTERS = HAS_SCORE_WARPGROUP ? 160 : 216, SCORE_REGISTERS = 136,
               PRODUCER_REGISTERS = HAS_SCORE_WARPGROUP ? 56 : 72;
-static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
+static_assert(THREADS == CONSUMER_THREADS + 128, "the host reserves this much shared memory");
 static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM &&
                   (ROWS == 16 || ROWS == 64),
               "the only shapes that this kernel has");
@@ -53,8 +53,8 @@ constexpr int PROB_BYTES = ROWS * KEYS * 2;
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
 // Keys of lists are copied by each of them.
 constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS;
-// Arrivals at the barriers of what loaders fill: by TMA, or of all threads of a warp; and of the one who stores which
-// keys exist.
+// Arrivals at the barriers of loaded stages: one with TMA, else one per thread of a warp, and one more of the thread
+// that stores which keys exist.
 constexpr int LOADED_ARRIVALS = LISTS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : 1,
               RELEASE_ARRIVALS = 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
@@ -133,7 +133,7 @@ struct Exchange {
     float max[VALUE_WARPGROUPS][ROWS], rescale[VALUE_WARPGROUPS][ROWS], sum[VALUE_WARPGROUPS][ROWS];
 };
 #endif
-static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "as the host has it");
+static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "the host reserves this much shared memory");
 
 // Named barriers.
 constexpr int SCORES_BARRIER = 1, CONSUMERS_BARRIER = 2, VALUES_BARRIER = 3, // the last: one per value warpgroup

@@ -362,7 +362,7 @@ struct Consumer {
         probs ^= 1;
     }
 
-    // Online softmax with lazy rescale: scores become probabilities in shared memory, and `factor` says how to rescale
+    // Online softmax with lazy rescale: scores become probabilities in shared memory, and `factor` is set to rescale
     // sums and accumulators. Overlaps P V of the previous K tile.
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;

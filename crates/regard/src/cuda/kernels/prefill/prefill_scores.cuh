@@ -68,7 +68,7 @@ for_each_score_rolled(float (&s)[N8][4], int lane_column, Find find, Change chan
     }
 }
 
-// Reads a boolean mask row of 64 keys, 16 per lane of a quad. Bit k of the result says whether key k is kept.
+// Reads a boolean mask row of 64 keys, 16 per lane of a quad. Bit k of the result is set if key k is kept.
 static __device__ __forceinline__ unsigned long long gather_mask(const unsigned char *row, int quad_lane) {
     uint4 bytes;
     asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -257,7 +257,7 @@ struct Worker {
         const PrefillTile &tile = operands.tile;
         int first_key = key_tile * TILE_KEYS;
         bool structure = first_key < tile.every_start || first_key + TILE_KEYS > tile.every_end;
-        // The tree mask hides keys even where the tile map says that the mask changes nothing.
+        // The tree mask hides keys even where the mask itself changes nothing by the tile map.
         if (structure || (IS_FALLBACK && (mixed || params.tree_mask || !scores_are_unmodified(params)))) {
 #pragma unroll
             for (int m = 0; m < MMA_ROW_TILES; m++) {

@@ -1,7 +1,7 @@
 // Work items over the prefixes of groups (prefix_schedule.cuh): which rows and keys an item has.
 //
 // An item is TILE_ROWS packed rows (token, query head) of a group and key/value head, and a split of the prefix, which
-// is read through the block table of one member. Each row keeps its own position, mask and length.
+// is read through the page table of one member. Each row keeps its own position, mask and length.
 #pragma once
 #include "common/paging.cuh"
 #include "common/row_facts.cuh"
@@ -21,8 +21,8 @@ struct PrefixItem {
 };
 
 // Programmatic dependent launch: the prefix kernel starts when all CTAs of decode have started, and runs beside them.
-// `schedule` has ended by then, because decode waits for it. What follows this kernel finds decode's results too,
-// because this one ends only after it.
+// `schedule` has ended by then, because decode waits for it. Later kernels find decode's results too, because
+// this one ends after it.
 static __device__ __forceinline__ void begin_beside_decode() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -20,7 +20,7 @@ constexpr int SHARED_TALLIES = 512;
 
 constexpr int SCHEDULE_THREADS = 256;
 
-// What the sequences of a group add up to.
+// Sums over the sequences of a group.
 struct PrefixTally {
     int tokens;  // then the first token of the group
     int members; // then the number of the group among those in use, or -1
@@ -52,7 +52,7 @@ static __device__ __forceinline__ bool is_decoded(const AttentionParameters &par
     return seq.q_len > 0 && seq.q_len <= params.max_query_len;
 }
 
-// What a tally takes of a sequence.
+// The summands of a sequence.
 struct PrefixSequence {
     int group; // -1 for none
     int tokens, len, keys;

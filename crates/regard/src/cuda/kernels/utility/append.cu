@@ -1,7 +1,7 @@
 // Appends new keys and values to a cache, with optional RoPE on keys, and on queries in place; quantizes to pools of
 // codes or blocks. A warp per head of a token. Tokens past the end of the page table, or whose entry names no page, are
 // dropped.
-#include "common/parameters.cuh"
+#include "common/paging.cuh"
 #include "utility/quantize.cuh"
 
 // The sequence of new token `index`, the token's place among that sequence's new tokens, and their count.
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     int slot = (int)(position - column * params.block_size);
     if (column >= params.table_blocks) return;
     int page = sequence;
-    if (params.block_table) page = ((const int *)params.block_table)[sequence * params.block_table_stride + column];
+    if (params.block_table) page = page_table(params, sequence)[column];
     if (page < 0 || page >= params.blocks) return;
     bool key = head < params.kv_heads;
     if (!key) head -= params.kv_heads;
