@@ -25,7 +25,7 @@ run check --device cuda --random 500 --out "$target/failures"
 # Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU. Short keeps
 # the modules that take every feature. A filter finds all names that contain it, so a name that begins with another is left out.
 kept='.*'
-[ "${1:-}" != short ] || kept='^prefill_.*_general|^decode_bf16_128_128_(bytes_)?r32_general'
+[ "${1:-}" != short ] || kept='^prefill_.*_fallback|^decode_bf16_128_128_(bytes_)?r32_fallback'
 cover() { run check --device cuda --coverage --filter "$1" | awk '!/^ok|no attention kernel:/'; }
 export -f cover run
 export driver images target
