@@ -160,7 +160,7 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Runs all items on up to `workers` threads. `stream` is the code and call for items that
+    /// Runs all items on up to `workers` threads, or on fewer if they are not worth as many. `stream` is the code and call for items that
     /// stream, if it differs from that of the others.
     fn run(
         &self,
@@ -169,8 +169,8 @@ impl Runner<'_> {
         executor: &dyn Executor,
     ) {
         let work = |worker| self.run_items(stream, worker);
-        let workers = workers.min(self.schedule.items());
-        if workers > 1 && self.schedule.is_worth_threads() {
+        let workers = workers.min(self.schedule.items()).min(self.schedule.workers());
+        if workers > 1 {
             let next_worker = AtomicUsize::new(0);
             executor.run(workers, &|| {
                 let worker = next_worker.fetch_add(1, Ordering::Relaxed);
