@@ -95,9 +95,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How many helpers to wake for a run that wants `wanted`: those of them that are not awake already.
-/// Every awake helper looks for a slot before it sleeps. More would find none, and would take the
-/// lock and the caller's time for it.
+/// How many helpers to wake for a run that wants `wanted`: those of them that are not awake
+/// already. Every awake helper looks for a slot before it sleeps. More would find none, and would
+/// take the lock and the caller's time for it.
 fn to_wake(wanted: usize, started: usize, sleeping: usize) -> usize {
     wanted.saturating_sub(started.saturating_sub(sleeping)).min(sleeping)
 }

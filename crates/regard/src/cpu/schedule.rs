@@ -12,9 +12,9 @@ use crate::split::{Cut, Work, cut};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-/// Multiply-adds that are worth a worker: some 7 us of one core, so that a run of less than twice as
-/// many stays on the calling thread. A helper thread that spins starts within a microsecond. Waking
-/// one that sleeps costs the caller a few microseconds, and the thread some 15.
+/// Multiply-adds that are worth a worker: some 7 us of one core, so that a run of less than twice
+/// as many stays on the calling thread. A helper thread that spins starts within a microsecond.
+/// Waking one that sleeps costs the caller a few microseconds, and the thread some 15.
 const MULTIPLY_ADDS_PER_WORKER: u64 = 350_000;
 
 /// Hands out the items of one run, longest first (with a causal mask, the last rows).
