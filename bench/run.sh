@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Measures regard and the peers that are installed, in alternating rounds, and prints the ratio table in markdown:
 #
-#     bench/run.sh [--threads N] [--rounds N] [--seconds S] [--wait S] [--dtype TYPES] [--out DIR] [NAME...]
+#     bench/run.sh [--threads N] [--rounds N] [--seconds S] [--wait S] [--dtype TYPES] [--caches TYPES] [--out DIR] [NAME...]
+#
+# --caches e4m3,i8,q8_0,q4_0 measures NAMEs (d4k d32k d4kb8 p512) in bf16 over caches of these types beside a bf16 cache, and ggml over those
+# that it has (q8_0, q4_0), instead of everything else.
 #
 # Rounds alternate so that whatever changes slowly on a machine (its clock, its neighbours) meets everybody alike; of each peer's rounds
 # the one with the median time counts. Which interpreter has the Python peers says PYTHON (python3); what is not installed is left out,
@@ -9,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-threads=$(nproc) rounds=3 seconds=1 wait=60 dtypes=f32,bf16,f16 out=bench/results/latest names=()
+threads=$(nproc) rounds=3 seconds=1 wait=60 dtypes=f32,bf16,f16 caches='' out=bench/results/latest names=()
 while [ $# -gt 0 ]; do
     case $1 in
         --threads) threads=$2 ;;
@@ -17,6 +20,7 @@ while [ $# -gt 0 ]; do
         --seconds) seconds=$2 ;;
         --wait) wait=$2 ;;
         --dtype) dtypes=$2 ;;
+        --caches) caches=$2 ;;
         --out) out=$2 ;;
         -*)
             echo "error: unknown option $1" >&2
@@ -30,6 +34,12 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+variants=()
+if [ -n "$caches" ]; then
+    [ ${#names[@]} -gt 0 ] || names=(d4k d32k d4kb8 p512)
+    dtypes=bf16 variants=(--with plain)
+    for cache in ${caches//,/ }; do variants+=(--with "kv=$cache"); done
+fi
 [ ${#names[@]} -gt 0 ] || names=(p2048 p512 p1024d64 enc512 p1024d256 d4k d32k d4kb8 d2kd64 v8 tiny)
 
 python=${PYTHON:-python3}
@@ -38,10 +48,14 @@ mkdir -p "$out"
 rm -f "$out"/*.json
 cargo build --release --quiet -p regard-cli
 peers=()
-"$python" -c "import numpy, torch" 2>/dev/null && peers+=(pytorch) || echo "PyTorch is not installed: left out" >&2
-"$python" -c "import numpy, onnx, onnxruntime" 2>/dev/null && peers+=(onnxruntime) || echo "ONNX Runtime is not installed: left out" >&2
+if [ -z "$caches" ]; then
+    "$python" -c "import numpy, torch" 2>/dev/null && peers+=(pytorch) || echo "PyTorch is not installed: left out" >&2
+    "$python" -c "import numpy, onnx, onnxruntime" 2>/dev/null && peers+=(onnxruntime) || echo "ONNX Runtime is not installed: left out" >&2
+fi
 "$python" bench/peers/ggml_attention.py --check 2>/dev/null && peers+=(ggml) || echo "ggml is not installed: left out" >&2
-if CARGO_TARGET_DIR=$target/peers cargo build --release --quiet --manifest-path bench/peers/candle/Cargo.toml; then
+if [ -n "$caches" ]; then
+    echo "PyTorch, ONNX Runtime and candle have no such caches: left out" >&2
+elif CARGO_TARGET_DIR=$target/peers cargo build --release --quiet --manifest-path bench/peers/candle/Cargo.toml; then
     peers+=(candle)
 else
     echo "candle does not build here: left out" >&2
@@ -65,6 +79,8 @@ run_peer() {
             "$python" bench/peers/onnxruntime_attention.py --threads "$threads" --dtype "$types" --seconds "$seconds" --wait "$wait" --out "$file" "${names[@]}"
             ;;
         ggml)
+            # The bf16 cache, and those of the types asked for that it has.
+            [ -z "$caches" ] || types=$(dtypes=bf16,$caches && only bf16 q8_0 q4_0)
             "$python" bench/peers/ggml_attention.py --threads "$threads" --dtype "$types" --seconds "$seconds" --wait "$wait" --out "$file" "${names[@]}"
             ;;
         candle)
@@ -77,21 +93,28 @@ run_peer() {
 
 for round in $(seq "$rounds"); do
     echo "round $round of $rounds" >&2
-    "$target/release/regard" bench "${names[@]}" --threads "$threads" --dtype "$dtypes" --seconds "$seconds" --wait "$wait" \
-        --out "$out/regard.$round.json" >&2
+    "$target/release/regard" bench "${names[@]}" ${variants[@]+"${variants[@]}"} --threads "$threads" --dtype "$dtypes" --seconds "$seconds" \
+        --wait "$wait" --out "$out/regard.$round.json" >&2
     for peer in ${peers[@]+"${peers[@]}"}; do run_peer "$peer" "$round" >&2; done
 done
-"$target/release/regard" bench bounds d2kd64-idle tiny-idle --threads "$threads" --dtype "$dtypes" --seconds "$seconds" --wait "$wait" \
-    --out "$out/bounds.json" >&2
-"$target/release/regard" bench p2048 --lengths 128,256,512,1024,2048,4096 --threads "$threads" --dtype "$dtypes" --seconds "$seconds" \
-    --wait "$wait" --out "$out/lengths.prefill.json" >&2
-"$target/release/regard" bench d4k --lengths 256,1024,4096,8192,16384,32768,65536 --threads "$threads" --dtype "$dtypes" \
-    --seconds "$seconds" --wait "$wait" --out "$out/lengths.decode.json" >&2
+bounds=() series=()
+if [ -z "$caches" ]; then
+    "$target/release/regard" bench bounds d2kd64-idle tiny-idle --threads "$threads" --dtype "$dtypes" --seconds "$seconds" --wait "$wait" \
+        --out "$out/bounds.json" >&2
+    "$target/release/regard" bench p2048 --lengths 128,256,512,1024,2048,4096 --threads "$threads" --dtype "$dtypes" --seconds "$seconds" \
+        --wait "$wait" --out "$out/lengths.prefill.json" >&2
+    "$target/release/regard" bench d4k --lengths 256,1024,4096,8192,16384,32768,65536 --threads "$threads" --dtype "$dtypes" \
+        --seconds "$seconds" --wait "$wait" --out "$out/lengths.decode.json" >&2
+    bounds=(--from "$out/bounds.json")
+    series=(--from "$out/lengths.prefill.json" --from "$out/lengths.decode.json")
+fi
 
 from=() against=()
 for file in "$out"/regard.*.json; do from+=(--from "$file"); done
 for file in "$out"/{pytorch,onnxruntime,ggml,candle}.*.json; do
     if [ -e "$file" ]; then against+=(--against "$file"); fi
 done
-"$target/release/regard" bench "${from[@]}" --from "$out/bounds.json" ${against[@]+"${against[@]}"} --markdown | tee "$out/table.md"
-"$target/release/regard" bench "${from[@]}" --from "$out/lengths.prefill.json" --from "$out/lengths.decode.json" --plot "$out/plot.svg" >/dev/null
+"$target/release/regard" bench "${from[@]}" ${bounds[@]+"${bounds[@]}"} ${against[@]+"${against[@]}"} --markdown | tee "$out/table.md"
+if [ -z "$caches" ]; then
+    "$target/release/regard" bench "${from[@]}" "${series[@]}" --plot "$out/plot.svg" >/dev/null
+fi

@@ -24,7 +24,7 @@ SHAPES = {
     "v8": (1, 32, 8, 128, 8, 4096, True),
     "tiny": (1, 9, 3, 64, 1, 64, False),
 }
-BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+BYTES = {"f32": 4, "bf16": 2, "f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}
 
 ROTATED_BYTES = 400_000_000
 ROTATED_TOKENS = 16
@@ -56,7 +56,7 @@ def arguments(description, dtypes):
 
 def kv_bytes(name, dtype):
     batch, _, kv_heads, dim, _, keys, _ = SHAPES[name]
-    return 2 * batch * kv_heads * keys * dim * BYTES[dtype]
+    return int(2 * batch * kv_heads * keys * dim * BYTES[dtype])
 
 
 def copies(name, dtype):
@@ -127,10 +127,13 @@ def measure(options, calls):
     }
 
 
-def record(options, peer, name, dtype, timing, max_error):
+def record(options, peer, name, dtype, timing, max_error, cache=None):
+    """A result; `cache` is the type of keys and values, if it is not dtype."""
+    stored = cache or dtype
+    label = f"{name} kv={cache}" if cache else name
     machine = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     result = {
-        "name": name,
+        "name": label,
         "base": name,
         "query_tokens": SHAPES[name][4],
         "peer": peer,
@@ -138,14 +141,14 @@ def record(options, peer, name, dtype, timing, max_error):
         "machine": machine,
         "threads": options.threads,
         "dtype": dtype,
-        "copies": copies(name, dtype),
+        "copies": copies(name, stored),
         **timing,
         "gflops": flops(name) / timing["seconds"] / 1e9,
-        "gbytes_per_second": kv_bytes(name, dtype) / timing["seconds"] / 1e9,
+        "gbytes_per_second": kv_bytes(name, stored) / timing["seconds"] / 1e9,
         "max_error": max_error,
     }
     print(
-        f"{peer:28} {name:10} {dtype:5} {timing['seconds'] * 1e3:10.3f} ms {result['gflops']:8.1f} GFLOP/s "
+        f"{peer:28} {label:14} {dtype:5} {timing['seconds'] * 1e3:10.3f} ms {result['gflops']:8.1f} GFLOP/s "
         f"{result['gbytes_per_second']:7.2f} GB/s  error {max_error:.1e}  others busy {timing['busy_elsewhere']:.1f}",
         flush=True,
     )

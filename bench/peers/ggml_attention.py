@@ -1,5 +1,6 @@
 """ggml on the shapes of `regard bench`: the CPU backend's flash attention, from the shared libraries that the npm package
-@node-llama-cpp/linux-x64 publishes. Queries and outputs are f32, as they always are there; --dtype is the type of the cache.
+@node-llama-cpp/linux-x64 publishes. Queries and outputs are f32, as they always are there; --dtype is the type of the cache, q8_0 and
+q4_0 among them: their results have the names of `regard bench --dtype bf16 --with kv=q8_0`.
 `--check` says by the exit status whether they are installed."""
 
 import ctypes
@@ -12,7 +13,7 @@ import numpy
 import common
 
 # Numbers of `enum ggml_type`.
-TYPES = {"f32": 0, "f16": 1, "bf16": 30}
+TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q4_0": 2, "q8_0": 8}
 CPU_DEVICE = 0
 PACKAGE = "node_modules/@node-llama-cpp/linux-x64/bins/linux-x64"
 
@@ -94,6 +95,31 @@ class Ggml:
         self.compute = declared(ctypes.c_int, "backend_graph_compute", Pointer, Pointer)
 
 
+# Blocks of 32 values: an f16 scale and their codes, of which q4_0 has values i and i + 16 in one byte.
+BLOCKS = {
+    "q8_0": numpy.dtype([("scale", "<f2"), ("codes", "i1", 32)]),
+    "q4_0": numpy.dtype([("scale", "<f2"), ("codes", "u1", 16)]),
+}
+
+
+def blocks(values, dtype):
+    """The blocks of an f32 array, as GGUF defines them, and their values."""
+    groups = values.reshape(*values.shape[:-1], -1, 32)
+    largest = numpy.take_along_axis(groups, abs(groups).argmax(-1, keepdims=True), -1)
+    scale = abs(largest) / 127 if dtype == "q8_0" else largest / -8
+    scaled = groups / numpy.where(scale == 0, 1, scale)
+    stored = numpy.empty(groups.shape[:-1], BLOCKS[dtype])
+    stored["scale"] = scale[..., 0]
+    if dtype == "q8_0":
+        codes = numpy.rint(scaled).astype(numpy.int8)
+        stored["codes"] = codes
+    else:
+        codes = numpy.minimum(numpy.floor(scaled + 8.5), 15).astype(numpy.uint8)
+        stored["codes"] = codes[..., :16] | codes[..., 16:] << 4
+        codes = codes.astype(numpy.int8) - 8
+    return stored, (codes * stored["scale"].astype(numpy.float32)[..., None]).reshape(values.shape)
+
+
 def as_stored(values, dtype):
     """The bytes of an f32 array in a cache's type, and their values."""
     if dtype == "f32":
@@ -101,6 +127,8 @@ def as_stored(values, dtype):
     if dtype == "f16":
         stored = values.astype(numpy.float16)
         return stored, stored.astype(numpy.float32)
+    if dtype in BLOCKS:
+        return blocks(values, dtype)
     bits = values.view(numpy.uint32)
     stored = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(numpy.uint16)
     return stored, (stored.astype(numpy.uint32) << 16).view(numpy.float32)
@@ -172,7 +200,9 @@ def main():
             assert calls[0]() == 0, "ggml failed"
             error = common.largest_error(name, shape.q, shape.k, shape.v, shape.output())
             timing = common.measure(options, calls)
-            results.append(common.record(options, f"ggml {ggml.version().decode()}", name, dtype, timing, error))
+            peer = f"ggml {ggml.version().decode()}"
+            queries, cache = ("bf16", dtype) if dtype in BLOCKS else (dtype, None)
+            results.append(common.record(options, peer, name, queries, timing, error, cache))
             shape.free()
     common.write(options, results)
 

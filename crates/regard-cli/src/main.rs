@@ -233,6 +233,14 @@ struct BenchArguments {
         conflicts_with = "from"
     )]
     layers: Option<u32>,
+    /// Measure every shape with each of these numbers of threads, with the same operands (CPU only)
+    #[arg(
+        long,
+        value_name = "THREADS",
+        value_delimiter = ',',
+        conflicts_with_all = ["from", "models", "plot", "threads"]
+    )]
+    scaling: Vec<usize>,
     /// Seconds to run each shape, at least
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = seconds)]
     seconds: f64,
@@ -323,7 +331,8 @@ fn workload_help() -> String {
 fn names_help() -> String {
     let names: Vec<_> = bench::NAMED.iter().map(|named| named.name).collect();
     format!(
-        "Shapes to run: {}; or prefill, decode, verify, bounds, latency, all [default: all]",
+        "Shapes to run: {}; or prefill, decode, mla, verify, bounds, latency, all \
+         [default: all]",
         names.join(", ")
     )
 }
@@ -444,6 +453,7 @@ fn measure(arguments: &BenchArguments) -> Result<u8, Stop> {
             wait: Duration::from_secs_f64(arguments.wait),
             rows: arguments.rows,
         },
+        scaling: &arguments.scaling,
         ceilings: !arguments.no_ceilings,
         from: &arguments.from,
         against: &arguments.against,

@@ -289,6 +289,26 @@ fn measurements_are_kept_after_a_later_failure() {
 }
 
 #[test]
+fn several_numbers_of_threads_are_measured_with_the_same_operands() {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let list = if cores > 1 { "2,1,2" } else { "1" };
+    let shape = ["--shape", "hq=4 hkv=2 d=16 lq=20 causal", "--dtype", "f32", "--scaling"];
+    let all = results(&quick(&[&shape[..], &[list, "--json"]].concat()));
+    let found: Vec<_> = all.iter().map(|result| result["threads"].as_u64()).collect();
+    assert_eq!(found, if cores > 1 { vec![Some(1), Some(2)] } else { vec![Some(1)] });
+    let table = quick(&[&shape[..], &[list, "--markdown"]].concat());
+    assert_eq!(done(&table).contains("| speed-up |"), cores > 1, "{}", done(&table));
+
+    let many = (cores + 1).to_string();
+    for wrong in ["0", &many] {
+        let allowed = format!("`--scaling` is {wrong}; allowed: 1 to {cores} threads");
+        failed(&quick(&[&shape[..], &[wrong]].concat()), 2, &[&allowed]);
+    }
+    failed(&quick(&[&shape[..], &["1", "--threads", "1"]].concat()), 2, &["--threads"]);
+    failed(&quick(&[&shape[..], &["1", "--model", "phi-2"]].concat()), 2, &["--scaling"]);
+}
+
+#[test]
 fn result_files_that_make_no_sense_are_refused() {
     let record = |change: (&str, Value)| {
         let mut record = json!({

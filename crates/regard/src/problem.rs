@@ -349,8 +349,18 @@ impl Problem {
         inputs: &Inputs<M>,
         outputs: &Outputs<M>,
     ) -> Result<Problem, Error> {
+        Problem::from_operands_beside(inputs, outputs, None)
+    }
+
+    /// As [`Problem::from_operands`], for a run in a workspace at these addresses, which no operand
+    /// may share: all ranges of memory are compared at once.
+    pub(crate) fn from_operands_beside<M: Memory>(
+        inputs: &Inputs<M>,
+        outputs: &Outputs<M>,
+        workspace: Option<(usize, usize)>,
+    ) -> Result<Problem, Error> {
         let problem = inputs.problem(outputs.out.dtype(), outputs.lse.is_some())?;
-        outputs.check(inputs, &problem)?;
+        outputs.check(inputs, &problem, workspace)?;
         Ok(problem)
     }
 

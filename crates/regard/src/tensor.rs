@@ -112,23 +112,30 @@ impl Dims {
         if self.is_empty() {
             return Ok(None);
         }
-        // One dimension's reach fits 128 bits; the sum of several need not.
-        let (mut low, mut high) = (0i128, 0i128);
+        let limit = i64::MAX / 8.max(self.dtype.size() as i64);
+        self.reach().filter(|&(low, high)| low >= -limit && high <= limit).map(Some).ok_or_else(
+            || {
+                Error::argument(
+                    "strides",
+                    format!("{:?}", self.strides()),
+                    "a reach below 2^60 elements",
+                )
+            },
+        )
+    }
+
+    /// The minimum and maximum element offset of a view that is not empty, if 64 bits hold them.
+    fn reach(&self) -> Option<(i64, i64)> {
+        let (mut low, mut high) = (0i64, 0i64);
         for (&n, &stride) in self.shape().iter().zip(self.strides()) {
-            let reach = (n as i128 - 1) * i128::from(stride);
-            // One product fits, the sum of a few may not.
-            low = low.saturating_add(reach.min(0));
-            high = high.saturating_add(reach.max(0));
+            // A dimension that is broadcast may be of any length.
+            if stride != 0 {
+                let reach = i64::try_from(n - 1).ok()?.checked_mul(stride)?;
+                low = low.checked_add(reach.min(0))?;
+                high = high.checked_add(reach.max(0))?;
+            }
         }
-        let limit = i128::from(i64::MAX / 8.max(self.dtype.size() as i64));
-        if low < -limit || high > limit {
-            return Err(Error::argument(
-                "strides",
-                format!("{:?}", self.strides()),
-                "a reach below 2^60 elements",
-            ));
-        }
-        Ok(Some((low as i64, high as i64)))
+        Some((low, high))
     }
 
     fn permuted(mut self, order: &[usize]) -> Dims {

@@ -3,6 +3,7 @@
 use super::ceiling::{Ceilings, Reader, median};
 use super::load::Load;
 use super::operands::{Operands, host_bytes};
+use super::pipeline::Pipeline;
 use super::record::{Bound, Record};
 use super::shapes::{Layout, Target};
 use crate::case::{Work, attend};
@@ -49,61 +50,119 @@ impl From<Error> for Failure {
     }
 }
 
-/// Measures and judges.
+/// What a target is measured on: the machine with its number of threads, and how fast these read
+/// memory, if that is measured.
+pub struct Setting {
+    pub machine: Machine,
+    pub reader: Option<Reader>,
+    /// Whether to measure the models of shapes too.
+    pub models: bool,
+}
+
+/// Measures and judges, in each setting with the same operands.
 pub fn measure(
     target: &Target,
-    machine: &Machine,
-    reader: Option<&Reader>,
+    settings: &[Setting],
     effort: &Effort,
-) -> Result<Record, Failure> {
-    let Device::Cpu(facts) = &machine.device else {
-        return Err(Error::argument("device", &machine.name, "a CPU").into());
-    };
+) -> Result<Vec<Record>, Failure> {
     let problem = target.planned(target.problem.clone());
-    let planned = Plan::new(&problem, machine)?.workspace_bytes() as u64;
+    let mut planned = 0;
+    for setting in settings {
+        planned = planned.max(Plan::new(&problem, &setting.machine)?.workspace_bytes() as u64);
+    }
+    // At most as much again for the exact plan, if the planned one is for larger bounds.
+    let planned = planned.saturating_mul(if target.bounds.is_some() { 2 } else { 1 });
     let bytes = host_bytes(target, |kv_bytes| target.copies(kv_bytes)).saturating_add(planned);
     memory::expect_room("the operands of this shape", bytes)?;
     let mut operands = Operands::new(target)?;
-    let (cases, outputs) = operands.parts()?;
+    let (cases, _) = operands.parts()?;
     let inputs = cases[0].inputs()?;
-    let problem = target.planned(Problem::from_operands(&inputs, &outputs)?);
-    let plan = Plan::new(&problem, machine)?;
-    let work = work(target, &inputs);
     let judge = Judge::for_rows(&inputs, target.problem.out_dtype, &sample(&inputs, effort.rows)?)?;
-    let mut workspace = vec![0; plan.workspace_bytes()];
+    settings
+        .iter()
+        .map(|setting| measure_in(target, setting, &judge, &mut operands, effort))
+        .collect()
+}
 
+/// Measures and judges in one setting.
+fn measure_in(
+    target: &Target,
+    setting: &Setting,
+    judge: &Judge,
+    operands: &mut Operands,
+    effort: &Effort,
+) -> Result<Record, Failure> {
+    let machine = &setting.machine;
+    let Device::Cpu(facts) = &machine.device else {
+        return Err(Error::argument("device", &machine.name, "a CPU").into());
+    };
     // A first run for the oracle alone, on outputs that hold NaN; the last timed run is judged too.
     operands.unwrite();
     let (cases, mut outputs) = operands.parts()?;
-    attend(&plan, &cases[0].inputs()?, &mut outputs, &mut workspace)?;
-    check(&judge, &operands)?;
+    let inputs = cases[0].inputs()?;
+    let work = work(target, &inputs);
+    let exact = Problem::from_operands(&inputs, &outputs)?;
+    let mut plans = vec![Planned::new(&target.planned(exact.clone()), machine)?];
+    if target.bounds.is_some() {
+        // In turns, because what memory gives drifts within seconds.
+        plans.push(Planned::new(&exact, machine)?);
+    }
+    plans[0].run(&inputs, &mut outputs)?;
+    check(judge, operands)?;
     Load::wait_for_quiet(effort.wait);
     // Memory is shared with neighbours that no process list shows, so what it gives is measured
     // right beside.
-    let reader = reader.filter(|_| target.rotates());
+    let reader = setting.reader.as_ref().filter(|_| target.rotates());
     let before = reader.map(Reader::rate);
+    let mut model = match setting.models {
+        true => Pipeline::new(target, machine)?,
+        false => None,
+    };
+    let mut model_rate = || model.as_mut().map(Pipeline::rate).transpose();
+    let model_before = model_rate()?;
     let load = Load::now();
-    let times = {
+    let mut times = {
         let (cases, mut outputs) = operands.parts()?;
         let copies = cases.iter().map(|case| case.inputs()).collect::<Result<Vec<_>, _>>()?;
-        time(&plan, &copies, &mut outputs, &mut workspace, effort, target.pause)?
+        time(&mut plans, &copies, &mut outputs, effort, target.pause)?
     };
     let others = load.others();
     let after = reader.map(Reader::rate);
-    let (max_error, worst) = check(&judge, &operands)?;
+    let model_after = model_rate()?;
+    let (max_error, worst) = check(judge, operands)?;
 
     Ok(Record {
         machine: super::load::cpu_model(),
         threads: facts.threads,
-        kernel: Some(plan.choice().kernel.name().into()),
+        kernel: Some(plans[0].plan.choice().kernel.name().into()),
         simd: Some(facts.level.name().into()),
         copies: Some(operands.copies().len()),
+        exact_seconds: target.bounds.and_then(|_| times.pop()).map(median),
         read_beside: before.into_iter().chain(after).max_by(f64::total_cmp),
+        pipeline: model_before.into_iter().chain(model_after).max_by(f64::total_cmp),
         max_error: Some(max_error),
         error_of_allowed: Some(worst),
         busy_elsewhere: others,
-        ..timed("cpu", target, &work, times)
+        ..timed("cpu", target, &work, times.swap_remove(0))
     })
+}
+
+/// A plan with its workspace.
+struct Planned {
+    plan: Plan,
+    workspace: Vec<u8>,
+}
+
+impl Planned {
+    fn new(problem: &Problem, machine: &Machine) -> Result<Planned, Error> {
+        let plan = Plan::new(problem, machine)?;
+        let workspace = vec![0; plan.workspace_bytes()];
+        Ok(Planned { plan, workspace })
+    }
+
+    fn run(&mut self, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+        attend(&self.plan, inputs, outputs, &mut self.workspace)
+    }
 }
 
 /// A target and its speed, on any device.
@@ -131,6 +190,7 @@ pub(super) fn timed(device: &str, target: &Target, work: &Work, mut times: Vec<f
             Layout::HeadMajor => "head-major".into(),
         }),
         copies: None,
+        exact_seconds: None,
         seconds,
         fastest: times.first().copied(),
         quartiles: Some([times[times.len() / 4], times[times.len() * 3 / 4]]),
@@ -139,6 +199,7 @@ pub(super) fn timed(device: &str, target: &Target, work: &Work, mut times: Vec<f
         gbytes_per_second: rate(work.kv_bytes as f64),
         flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
         read_beside: None,
+        pipeline: None,
         ceiling: None,
         bound: None,
         fraction_of_ceiling: None,
@@ -150,39 +211,49 @@ pub(super) fn timed(device: &str, target: &Target, work: &Work, mut times: Vec<f
     }
 }
 
-/// Seconds a call, sample by sample.
+/// Seconds a call of each plan, sample by sample. Plans take turns.
 fn time(
-    plan: &Plan,
+    plans: &mut [Planned],
     copies: &[Inputs],
     outputs: &mut Outputs,
-    workspace: &mut [u8],
     effort: &Effort,
     pause: Duration,
-) -> Result<Vec<f64>, Error> {
-    let mut turn = copies.iter().cycle();
-    let mut sample = |calls: usize| -> Result<f64, Error> {
+) -> Result<Vec<Vec<f64>>, Error> {
+    // Each plan goes through all copies, and meets none that another one has just read.
+    let mut order: Vec<usize> = (0..plans.len()).collect();
+    let first = |plan: usize| plan * copies.len() / plans.len();
+    let mut turns: Vec<_> =
+        order.iter().map(|&plan| copies.iter().cycle().skip(first(plan))).collect();
+    let mut sample = |plan: usize, calls: usize| -> Result<f64, Error> {
         std::thread::sleep(pause);
         let begin = Instant::now();
-        for inputs in turn.by_ref().take(calls) {
-            attend(plan, inputs, outputs, workspace)?;
+        for inputs in turns[plan].by_ref().take(calls) {
+            plans[plan].run(inputs, outputs)?;
         }
         Ok(begin.elapsed().as_secs_f64() / calls as f64)
     };
+    let mut times = vec![Vec::new(); order.len()];
     let mut warm = Vec::new();
     let started = Instant::now();
-    while warm.len() < WARM_UP && started.elapsed() < WARM_UP_LIMIT {
-        warm.push(sample(1)?);
+    while warm.len() < WARM_UP * order.len() && started.elapsed() < WARM_UP_LIMIT {
+        for &plan in &order {
+            warm.push(sample(plan, 1)?);
+        }
     }
     let calls = match pause.is_zero() {
         true => (MIN_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize,
         // Only the first call after a pause is what is asked for.
         false => 1,
     };
-    let mut times = Vec::new();
     let started = Instant::now();
     let mut past = Duration::ZERO;
-    while past < effort.time || (times.len() < effort.repetitions && past < LIMIT) {
-        times.push(sample(calls)?);
+    let time = effort.time * order.len() as u32;
+    while past < time || (times[0].len() < effort.repetitions && past < LIMIT) {
+        for &plan in &order {
+            times[plan].push(sample(plan, calls)?);
+        }
+        // Each plan follows itself as often as another one.
+        order.reverse();
         past = started.elapsed();
     }
     Ok(times)
@@ -257,5 +328,48 @@ fn check(judge: &Judge, operands: &Operands) -> Result<(f64, f64), Failure> {
     match judge.check(&case.query_order(out.view()?), lse.as_ref()) {
         Ok(agreement) => Ok((agreement.out_error, agreement.worst)),
         Err(mismatch) => Err(Failure::Wrong(mismatch.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::shapes::{Bounds, Wish};
+    use super::*;
+
+    #[test]
+    fn plans_for_larger_bounds_take_turns_with_exact_ones() {
+        let shapes = ["hq=4 hkv=2 d=16 lq=1 lk=300 dtype=f32".to_string()];
+        let wish = Wish {
+            named: &crate::bench::NAMED,
+            names: &[],
+            shapes: &shapes,
+            variants: &[],
+            dtypes: &[],
+            layouts: &[],
+            lengths: &[],
+            warm: true,
+        };
+        let exact = wish.targets().unwrap().remove(0);
+        let bounds = Some(Bounds { batch: 4, kv_len: 4096 });
+        let bounded = Target { bounds, ..exact.clone() };
+        let machine = Machine::host().unwrap();
+        let settings = [1, 2].map(|threads| Setting {
+            machine: machine.clone().with_threads(threads),
+            reader: None,
+            models: false,
+        });
+        let wait = Duration::ZERO;
+        let effort = Effort { time: Duration::ZERO, repetitions: 4, wait, rows: 4 };
+        for (target, has_exact) in [(exact, false), (bounded, true)] {
+            let Ok(records) = measure(&target, &settings, &effort) else {
+                panic!("it runs and is right");
+            };
+            for (record, threads) in records.iter().zip([1, 2]) {
+                assert_eq!((record.threads, record.runs), (threads, Some(4)));
+                assert_eq!(record.exact_seconds.is_some_and(|exact| exact > 0.0), has_exact);
+                assert_eq!(record.of_exact().is_some(), has_exact);
+            }
+            assert_eq!(records.len(), 2);
+        }
     }
 }

@@ -9,6 +9,7 @@ mod measure;
 #[cfg(all(feature = "metal", target_vendor = "apple"))]
 mod metal;
 mod operands;
+mod pipeline;
 mod plot;
 mod record;
 mod shapes;
@@ -23,7 +24,7 @@ use crate::files;
 use crate::models::{self, Place};
 use crate::output::{FAILED, Progress, Stop, error, print, print_json};
 use ceiling::Ceilings;
-use measure::Failure;
+use measure::{Failure, Setting};
 use record::{Against, Record};
 use regard::{DType, Device, Error, Machine};
 use shapes::{Named, Target, Wish};
@@ -55,6 +56,8 @@ pub struct Request<'a> {
     pub device: &'a str,
     /// How long and how often.
     pub effort: Effort,
+    /// Numbers of threads to measure each shape with; none is that of the machine. On CPUs.
+    pub scaling: &'a [usize],
     /// Whether to measure ceilings.
     pub ceilings: bool,
     /// Result files to show instead of measuring.
@@ -126,9 +129,9 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
     });
     let printed = if request.json {
         print_json(&records)
-    } else if let Some(first) = records.first() {
+    } else if !records.is_empty() {
         let style = if request.markdown { table::Style::Markdown } else { table::Style::Text };
-        print(&format!("{}\n{}", table::heading(first), table::table(&records, style)))
+        print(&format!("{}\n{}", table::heading(&records), table::table(&records, style)))
     } else {
         Ok(())
     };
@@ -141,7 +144,10 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     match case::device(request.device)? {
         case::Target::Cpu(machine) => measured_on_cpu(request, &machine),
         #[cfg(feature = "cuda")]
-        case::Target::Cuda(ordinal) => cuda::measured(request, ordinal),
+        case::Target::Cuda(ordinal) => {
+            expect_no_scaling(request)?;
+            cuda::measured(request, ordinal)
+        }
         #[cfg(feature = "metal-host")]
         case::Target::MetalHost => {
             let allowed = "a device whose speed means something";
@@ -150,6 +156,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         case::Target::Metal => {
             expect_no_layers(request)?;
+            expect_no_scaling(request)?;
             metal::measured(request)
         }
     }
@@ -179,6 +186,15 @@ fn measure_each<'a>(
     (records, failed)
 }
 
+/// Only CPUs have threads.
+#[cfg(any(feature = "cuda", all(feature = "metal", target_vendor = "apple")))]
+fn expect_no_scaling(request: &Request) -> Result<(), Stop> {
+    match request.scaling.first() {
+        Some(threads) => Err(Error::argument("--scaling", threads, "on --device cpu only").into()),
+        None => Ok(()),
+    }
+}
+
 /// Only NVIDIA GPUs have the schedule of a step.
 fn expect_no_layers(request: &Request) -> Result<(), Stop> {
     match request.layers {
@@ -193,27 +209,33 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));
     };
+    let threads = thread_counts(request, facts.threads)?;
     let steps = targets.len() + 2 * usize::from(request.ceilings);
     let progress = Progress::for_steps("steps", steps, !request.json);
     // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
-    let ceilings = || -> Result<_, Error> {
+    let ceilings = || -> Result<(Vec<Ceilings>, Vec<Option<ceiling::Reader>>), Error> {
         if !request.ceilings {
-            return Ok(None);
+            return Ok((Vec::new(), threads.iter().map(|_| None).collect()));
         }
         progress.about("ceilings");
         load::Load::wait_for_quiet(request.effort.wait);
-        let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes)?;
+        let ceilings = Ceilings::measure(facts.level, &threads, facts.l3_bytes)?;
         progress.step();
-        Ok(Some(ceilings))
+        Ok(ceilings.into_iter().map(|(ceilings, reader)| (ceilings, Some(reader))).unzip())
     };
-    let (before, reader) = ceilings().map_err(|error| Stop::Failed(error.to_string()))?.unzip();
-    let reader = reader.as_ref();
-    let mut measured: Vec<(Record, &Target)> = Vec::new();
+    let (before, readers) = ceilings().map_err(|error| Stop::Failed(error.to_string()))?;
+    let setting = |(&threads, reader): (&usize, _)| Setting {
+        machine: machine.clone().with_threads(threads),
+        reader,
+        models: request.ceilings,
+    };
+    let settings: Vec<_> = threads.iter().zip(readers).map(setting).collect();
+    let mut measured: Vec<(Vec<Record>, &Target)> = Vec::new();
     let mut failed = 0;
     for target in &targets {
         progress.about(&format!("{} {}", target.name, target.problem.dtype));
-        match measure::measure(target, machine, reader, &request.effort) {
-            Ok(record) => measured.push((record, target)),
+        match measure::measure(target, &settings, &request.effort) {
+            Ok(records) => measured.push((records, target)),
             Err(Failure::Error(Error::Refused(refusal))) => {
                 return Err(Error::Refused(refusal).into());
             }
@@ -230,22 +252,33 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
         }
         progress.step();
     }
-    if let Some(before) = before {
+    if !before.is_empty() {
         // Results so far are kept even if these fail.
-        let after = ceilings().unwrap_or_else(|problem| {
+        let (after, _) = ceilings().unwrap_or_else(|problem| {
             progress.aside(|| error(&format!("ceilings afterwards: {problem}")));
-            None
+            (before.clone(), Vec::new())
         });
-        let ceilings = match after {
-            Some((after, _)) => before.or_higher(after),
-            None => before,
-        };
-        for (record, target) in &mut measured {
-            measure::relate(record, target, &ceilings, facts.level);
+        let ceilings: Vec<_> =
+            before.into_iter().zip(after).map(|(before, after)| before.or_higher(after)).collect();
+        for (records, target) in &mut measured {
+            for (record, ceilings) in records.iter_mut().zip(&ceilings) {
+                measure::relate(record, target, ceilings, facts.level);
+            }
         }
     }
     progress.finish();
-    Ok((measured.into_iter().map(|(record, _)| record).collect(), failed))
+    Ok((measured.into_iter().flat_map(|(records, _)| records).collect(), failed))
+}
+
+/// The numbers of threads to measure with, from few to many.
+fn thread_counts(request: &Request, threads: usize) -> Result<Vec<usize>, Error> {
+    if let Some(&wrong) = request.scaling.iter().find(|&&count| count == 0 || count > threads) {
+        return Err(Error::argument("--scaling", wrong, format!("1 to {threads} threads")));
+    }
+    let mut counts = request.scaling.to_vec();
+    counts.sort_unstable();
+    counts.dedup();
+    Ok(if counts.is_empty() { vec![threads] } else { counts })
 }
 
 fn targets(request: &Request, named: &'static [Named], place: Place) -> Result<Vec<Target>, Error> {

@@ -53,6 +53,10 @@ pub struct Record {
     /// Copies of keys and values that runs rotated over.
     #[serde(default)]
     pub copies: Option<usize>,
+    /// Of a plan for larger bounds: seconds a call of the plan for exactly these lengths, the
+    /// median of calls in turns with those of `seconds`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exact_seconds: Option<f64>,
     /// Seconds a call: the median.
     pub seconds: f64,
     /// Seconds of the fastest call.
@@ -75,6 +79,10 @@ pub struct Record {
     /// whose operands rotate.
     #[serde(default)]
     pub read_beside: Option<f64>,
+    /// GFLOP/s of the model of prefill: the same products and softmax with operands in the caches,
+    /// right before or after this shape, whichever was more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pipeline: Option<f64>,
     /// The ceiling that is nearer, in GFLOP/s or GB/s by `bound`; null where none applies or
     /// none was measured.
     #[serde(default)]
@@ -158,8 +166,10 @@ impl Record {
     fn check(&self) -> Result<(), String> {
         let optional = [
             ("flops_per_byte", self.flops_per_byte),
+            ("exact_seconds", self.exact_seconds),
             ("fastest", self.fastest),
             ("read_beside", self.read_beside),
+            ("pipeline", self.pipeline),
             ("ceiling", self.ceiling),
             ("fraction_of_ceiling", self.fraction_of_ceiling),
             ("max_error", self.max_error),
@@ -196,6 +206,16 @@ impl Record {
     pub fn same_work(&self, other: &Record) -> bool {
         (&self.name, &self.dtype, self.threads, &self.device)
             == (&other.name, &other.dtype, other.threads, &other.device)
+    }
+
+    /// How much of the model of prefill it reaches, 1 being all.
+    pub fn of_pipeline(&self) -> Option<f64> {
+        self.pipeline.map(|pipeline| self.gflops / pipeline)
+    }
+
+    /// How many times longer it takes than under the plan for exactly these lengths.
+    pub fn of_exact(&self) -> Option<f64> {
+        self.exact_seconds.map(|exact| self.seconds / exact)
     }
 
     /// Whether it is spoken of in GB/s: its ceiling is reading memory, or it has none and only one

@@ -41,7 +41,7 @@ const fn planned_for(batch: usize, kv_len: usize, named: Named) -> Named {
 }
 
 /// Every named shape.
-pub const NAMED: [Named; 16] = [
+pub const NAMED: [Named; 17] = [
     named("p2048", "prefill", "hq=32 hkv=8 d=128 lq=2048 causal"),
     named("p512", "prefill", "hq=32 hkv=8 d=128 lq=512 causal"),
     named("p1024d64", "prefill", "hq=9 hkv=3 d=64 lq=1024 causal"),
@@ -51,6 +51,7 @@ pub const NAMED: [Named; 16] = [
     named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
     named("d4kb8", "decode", "b=8 hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
+    named("mla16-d4k", "mla", "hq=16 hkv=1 d=576 dv=512 lq=1 lk=4096 latent"),
     named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
     named("d8k", "bounds", "hq=32 hkv=8 d=128 lq=1 lk=8192"),
     planned_for(8, 8192, named("d8k-of-b8", "bounds", "hq=32 hkv=8 d=128 lq=1 lk=8192")),

@@ -66,6 +66,7 @@ fn total(name: String, kinds: &[Record]) -> Option<Record> {
         layers: Some(layers),
         kernel: Some(kernels.join(" + ")),
         copies: None,
+        exact_seconds: None,
         seconds,
         fastest: None,
         quartiles: None,
@@ -74,6 +75,7 @@ fn total(name: String, kinds: &[Record]) -> Option<Record> {
         gbytes_per_second: bytes / seconds,
         flops_per_byte: Some(flops / bytes),
         read_beside: None,
+        pipeline: None,
         // Kinds can have different bounds, so the sum has none.
         ceiling: None,
         bound: None,

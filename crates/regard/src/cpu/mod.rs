@@ -60,7 +60,10 @@ pub fn run(
     workspace: &mut [u8],
     executor: &dyn Executor,
 ) -> Result<(), Error> {
-    let problem = Problem::from_operands(inputs, outputs)?;
+    // References cannot overlap, but operands from raw addresses can.
+    let range = workspace.as_ptr_range();
+    let range = (!workspace.is_empty()).then_some((range.start as usize, range.end as usize));
+    let problem = Problem::from_operands_beside(inputs, outputs, range)?;
     plan.problem().covers(&problem)?;
     let (cpu, compiled) = code(plan)?;
     if workspace.len() < plan.workspace_bytes() {
@@ -68,8 +71,6 @@ pub fn run(
         let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
         return Err(Error::argument("workspace", found, allowed));
     }
-    // References cannot overlap, but operands from raw addresses can.
-    outputs.check_workspace(inputs, workspace.as_ptr() as usize, workspace.len())?;
     if problem.rows() == 0 {
         // There is nothing to write, however many sequences there are.
         return Ok(());
@@ -88,7 +89,6 @@ pub fn run(
     // schedule lives. Only the schedule uses its sequence and counter parts. The operands are
     // checked and covered.
     let schedule = unsafe { Schedule::new(cpu, inputs, problem.clone(), base.0) };
-    let converts = problem.key_dtype != problem.dtype || problem.value_dtype != problem.dtype;
     let peek_next_item = || schedule.peek();
     let call = Call {
         inputs,
@@ -109,11 +109,9 @@ pub fn run(
         problem,
     };
     let runner = Runner { schedule: &schedule, layout: &cpu.layout, base, compiled, call: &call };
-    // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX. Rows
-    // that are converted are as cheap in f32.
+    // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX.
     let f32_products = match plan.choice().kernel {
         Kernel::CpuAmx => self::compiled(Kernel::Cpu(Level::Avx512)),
-        Kernel::CpuBf16 if converts => self::compiled(Kernel::Cpu(Level::Avx512)),
         _ => None,
     };
     match f32_products {
@@ -160,8 +158,8 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Runs all items on up to `workers` threads. `stream` is the code and call for items that
-    /// stream, if it differs from that of the others.
+    /// Runs all items on up to `workers` threads, or on fewer if they are not worth as many.
+    /// `stream` is the code and call for items that stream, if it differs from that of the others.
     fn run(
         &self,
         stream: Option<(&'static Compiled, &Call)>,
@@ -169,8 +167,8 @@ impl Runner<'_> {
         executor: &dyn Executor,
     ) {
         let work = |worker| self.run_items(stream, worker);
-        let workers = workers.min(self.schedule.items());
-        if workers > 1 && self.schedule.is_worth_threads() {
+        let workers = workers.min(self.schedule.items()).min(self.schedule.workers());
+        if workers > 1 {
             let next_worker = AtomicUsize::new(0);
             executor.run(workers, &|| {
                 let worker = next_worker.fetch_add(1, Ordering::Relaxed);

@@ -64,6 +64,8 @@ struct Pool {
     /// The process that the helpers belong to.
     generation: u64,
     helpers: usize,
+    /// Helpers that the system has granted.
+    started: AtomicUsize,
     /// Whether a run uses the helpers.
     busy: AtomicBool,
     /// The number of the current run, and its free slots: how many helpers may still join. A helper
@@ -91,6 +93,13 @@ unsafe impl Send for Pool {}
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code panics while it holds these locks.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How many helpers to wake for a run that wants `wanted`: those of them that are not awake
+/// already. Every awake helper looks for a slot before it sleeps. More would find none, and would
+/// take the lock and the caller's time for it.
+fn to_wake(wanted: usize, started: usize, sleeping: usize) -> usize {
+    wanted.saturating_sub(started.saturating_sub(sleeping)).min(sleeping)
 }
 
 impl Pool {
@@ -128,6 +137,7 @@ impl Pool {
         Pool {
             generation,
             helpers: helpers.min(SLOT_MASK as usize),
+            started: AtomicUsize::new(0),
             busy: AtomicBool::new(false),
             slots: AtomicU64::new(0),
             work: UnsafeCell::new(&nothing as &(dyn Fn() + Sync) as Work),
@@ -149,6 +159,7 @@ impl Pool {
             if thread.spawn(|| pool.helper_loop()).is_err() {
                 break;
             }
+            pool.started.fetch_add(1, Ordering::Relaxed);
         }
         pool
     }
@@ -172,13 +183,25 @@ impl Pool {
         // SeqCst with `sleeping_helpers`: either this thread sees the sleeping helper, or the
         // helper sees the slots.
         self.slots.store(slots, Ordering::SeqCst);
-        if self.sleeping_helpers.load(Ordering::SeqCst) > 0 {
-            let _guard = lock(&self.lock);
-            self.wake_helpers.notify_all();
+        let sleeping = self.sleeping_helpers.load(Ordering::SeqCst);
+        if sleeping > 0 {
+            self.wake(to_wake(wanted, self.started.load(Ordering::Relaxed), sleeping), sleeping);
         }
         let run = ActiveRun { pool: self, wanted };
         work();
         drop(run);
+    }
+
+    /// Wakes `count` of the `sleeping` helpers.
+    fn wake(&self, count: usize, sleeping: usize) {
+        // A helper that has found no slot holds the lock until it waits. Notified after the lock is
+        // free again, helpers need not wait for the caller.
+        drop(lock(&self.lock));
+        if count >= sleeping {
+            self.wake_helpers.notify_all();
+        } else {
+            (0..count).for_each(|_| self.wake_helpers.notify_one());
+        }
     }
 
     /// The loop of a helper thread; it never ends.
@@ -322,6 +345,34 @@ mod tests {
         for pause in [0, 0, 3, 3] {
             std::thread::sleep(Duration::from_millis(pause));
             pool.run(2, &|| {
+                barrier.wait();
+            });
+        }
+    }
+
+    #[test]
+    fn as_many_helpers_wake_as_are_wanted() {
+        for (wanted, started, sleeping, woken) in [
+            (1, 15, 15, 1),
+            (4, 15, 15, 4),
+            (15, 15, 15, 15),
+            // Those that still spin are enough, or some of them.
+            (2, 15, 12, 0),
+            (5, 15, 12, 2),
+            // The system granted three threads only.
+            (15, 3, 3, 3),
+            (1, 3, 2, 0),
+            // A thread that sleeps before its start is counted.
+            (1, 0, 1, 1),
+        ] {
+            assert_eq!(to_wake(wanted, started, sleeping), woken, "{wanted} of {started}");
+        }
+        let pool = started(7);
+        for (wanted, pause) in [(1, 3), (2, 3), (5, 0), (1, 0), (7, 3), (3, 3), (6, 0)] {
+            std::thread::sleep(Duration::from_millis(pause));
+            // All of them have to be inside at the same time.
+            let barrier = Barrier::new(wanted + 1);
+            pool.run(wanted, &|| {
                 barrier.wait();
             });
         }

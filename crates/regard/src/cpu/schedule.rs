@@ -12,10 +12,10 @@ use crate::split::{Cut, Work, cut};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-/// Multiply-adds below which only the calling thread works: some 15 us of one core. A helper thread
-/// that spins starts within a microsecond. Waking one that sleeps costs the caller a few
-/// microseconds, and the thread some 15.
-const MIN_PARALLEL_MULTIPLY_ADDS: u64 = 700_000;
+/// Multiply-adds that are worth a worker: some 7 us of one core, so that a run of less than twice
+/// as many stays on the calling thread. A helper thread that spins starts within a microsecond.
+/// Waking one that sleeps costs the caller a few microseconds, and the thread some 15.
+const MULTIPLY_ADDS_PER_WORKER: u64 = 350_000;
 
 /// Hands out the items of one run, longest first (with a causal mask, the last rows).
 ///
@@ -134,7 +134,7 @@ impl<'a> Schedule<'a> {
             block_rows: cpu.tiling.block_rows,
             kv_len: if problem.batch_invariant { problem.walked_keys() } else { totals.max_keys },
             tile_keys: cpu.tiling.tile_keys,
-            workers: if self.is_worth_threads() { cpu.threads } else { 1 },
+            workers: self.workers(),
             splits_per_worker: SPLITS_PER_WORKER,
             batch_invariant: problem.batch_invariant,
         });
@@ -196,9 +196,10 @@ impl<'a> Schedule<'a> {
         has_serial_splits(&self.problem, self.cut.count)
     }
 
-    /// Whether there is so much to do that other threads are worth waking.
-    pub fn is_worth_threads(&self) -> bool {
-        self.totals.multiply_adds >= MIN_PARALLEL_MULTIPLY_ADDS
+    /// The threads that the multiply-adds of the run are worth, of those of the machine.
+    pub fn workers(&self) -> usize {
+        let worth = self.totals.multiply_adds / MULTIPLY_ADDS_PER_WORKER;
+        usize::try_from(worth).unwrap_or(usize::MAX).clamp(1, self.cpu.threads.max(1))
     }
 
     /// The number of the sequence's items if its keys are not split.
@@ -357,7 +358,7 @@ mod tests {
     use crate::variant::{Attention, Window};
 
     const HEADS: [usize; 2] = [8, 2];
-    const DIM: usize = 16;
+    const DIM: usize = 128;
     const WORKERS: usize = 16;
 
     /// The extent of an item: sequence, heads, rows, keys.
@@ -376,6 +377,13 @@ mod tests {
 
         /// The items of a run under a plan for the problem that `bounds` makes of this one.
         fn pieces(&self, bounds: impl Fn(&mut Problem)) -> Vec<Piece> {
+            let (workers, pieces) = self.shared(bounds);
+            assert!(workers > 1, "too small to be shared");
+            pieces
+        }
+
+        /// The workers of such a run, and its items.
+        fn shared(&self, bounds: impl Fn(&mut Problem)) -> (usize, Vec<Piece>) {
             let (batch, [heads, kv_heads]) = (self.kv_lens.len(), HEADS);
             let capacity = self.kv_lens.iter().max().copied().unwrap_or(0) as usize;
             let queries = vec![0f32; batch * self.query_len * heads * DIM];
@@ -401,7 +409,6 @@ mod tests {
             let cpu = plan.backend::<CpuPlan>().unwrap();
             // SAFETY: the operands are checked, and the workspace is as large as planned.
             let schedule = unsafe { Schedule::new(cpu, &inputs, problem, base) };
-            assert!(schedule.is_worth_threads(), "too small to be shared");
             let mut pieces = Vec::new();
             while let Some(item) = schedule.next() {
                 let start = item.splits.start.saturating_mul(schedule.split_keys());
@@ -411,7 +418,7 @@ mod tests {
                 pieces.push((item.sequence.index, item.heads.clone(), rows, keys));
                 schedule.finish(&item);
             }
-            pieces
+            (schedule.workers(), pieces)
         }
     }
 
@@ -464,8 +471,25 @@ mod tests {
     }
 
     #[test]
+    fn short_runs_have_few_workers_and_few_pieces() {
+        // A key takes 8 * 256 multiply-adds.
+        for (keys, expected) in [(16, 1), (341, 1), (342, 2), (1024, 5), (2048, 11), (4096, 16)] {
+            for invariant in [false, true] {
+                let bounds = |problem: &mut Problem| problem.batch_invariant = invariant;
+                let (workers, pieces) = Call::new(1, &[keys]).shared(bounds);
+                assert_eq!(workers, expected, "{keys} keys");
+                // Splits are whole tiles, so there may be one more.
+                let most = if expected > 1 { SPLITS_PER_WORKER * workers + 1 } else { HEADS[1] };
+                assert!(pieces.len() <= most, "{keys} keys: {} pieces", pieces.len());
+            }
+        }
+    }
+
+    #[test]
     fn pieces_cover_every_key_once() {
-        for call in [Call::new(1, &[8192, 700, 64]), Call::new(64, &[4096, 1000]), window_call()] {
+        let short = Call::new(1, &[700, 300]);
+        let long = Call::new(1, &[8192, 700, 64]);
+        for call in [short, long, Call::new(64, &[4096, 1000]), window_call()] {
             let mut pieces = call.pieces(engine_bounds);
             pieces.sort_by_key(|(sequence, heads, rows, keys)| {
                 (*sequence, heads.start, rows.start, keys.start)

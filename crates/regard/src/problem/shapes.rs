@@ -329,7 +329,14 @@ fn expect_position(argument: &str, position: i64) -> Result<(), Error> {
 }
 
 impl<M: Memory> Outputs<'_, M> {
-    pub(super) fn check(&self, inputs: &Inputs<M>, problem: &Problem) -> Result<(), Error> {
+    /// Checks shapes and types of the outputs, and that they and the workspace, if there is one,
+    /// share no memory with each other or with an input.
+    pub(super) fn check(
+        &self,
+        inputs: &Inputs<M>,
+        problem: &Problem,
+        workspace: Option<(usize, usize)>,
+    ) -> Result<(), Error> {
         let q = &inputs.q;
         let mut expected = [0; 4];
         expected[..q.rank()].copy_from_slice(q.shape());
@@ -345,12 +352,10 @@ impl<M: Memory> Outputs<'_, M> {
                 "as out, without its last dimension",
             )?;
         }
-        let written = [("out", Some(&self.out)), ("lse", self.lse.as_ref())];
-        for (i, (name, tensor)) in written.iter().enumerate() {
-            let Some(tensor) = tensor else { continue };
-            if !tensor.is_injective() {
+        for (name, tensor) in [("out", Some(&self.out)), ("lse", self.lse.as_ref())] {
+            if let Some(tensor) = tensor.filter(|tensor| !tensor.is_injective()) {
                 return Err(Error::argument(
-                    *name,
+                    name,
                     format!(
                         "a view of shape {:?} with strides {:?}",
                         tensor.shape(),
@@ -359,20 +364,22 @@ impl<M: Memory> Outputs<'_, M> {
                     "strides that give every element a place of its own",
                 ));
             }
-            let range = tensor.byte_range();
-            let inputs = inputs.named().map(|(other, input)| (other, input.byte_range()));
-            let outputs = written[i + 1..]
-                .iter()
-                .filter_map(|(other, output)| Some((*other, output.as_ref()?.byte_range())));
-            for (other, other_range) in inputs.chain(outputs) {
-                if overlaps(range, other_range) {
-                    return Err(Error::argument(
-                        *name,
-                        format!("memory shared with `{other}`"),
-                        "memory of its own",
-                    ));
-                }
+        }
+        let apart = |(name, range), (other, other_range)| match overlaps(range, other_range) {
+            true => {
+                let found = format!("memory shared with `{other}`");
+                Err(Error::argument(name, found, "memory of its own"))
             }
+            false => Ok(()),
+        };
+        let lse = self.lse.as_ref().and_then(|lse| lse.byte_range());
+        let written = [("workspace", workspace), ("out", self.out.byte_range()), ("lse", lse)];
+        for (i, &one) in written.iter().enumerate() {
+            written[i + 1..].iter().try_for_each(|&other| apart(one, other))?;
+        }
+        for (name, tensor) in inputs.named() {
+            let read = (name, tensor.byte_range());
+            written.iter().try_for_each(|&one| apart(one, read))?;
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ use regard::Error;
 use regard::cpu::Level;
 use serde::{Deserialize, Serialize};
 use std::hint::black_box;
+use std::rc::Rc;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -52,36 +53,28 @@ pub struct LevelCeiling {
 const SAMPLE: Duration = Duration::from_millis(25);
 const SAMPLES: usize = 9;
 
-/// Passes over a buffer that a rate is the median of.
+/// Passes over a buffer that a rate is the median of: so many, or fewer where they take longer than
+/// [`READ_TIME`] together.
 const READ_SAMPLES: usize = 5;
+const MIN_READ_SAMPLES: usize = 3;
+const READ_TIME: Duration = Duration::from_millis(300);
 
 impl Ceilings {
-    /// Measures them: some seconds. The reader reads ordinary pages.
+    /// Measures them for each of these numbers of threads: some seconds. The readers read ordinary
+    /// pages. Huge pages are left out if there are several numbers of threads.
     ///
     /// # Errors
     /// If there is no room for the buffers that are read.
     pub fn measure(
         level: Level,
-        threads: usize,
+        threads: &[usize],
         last_level_cache: Option<usize>,
-    ) -> Result<(Ceilings, Reader), Error> {
-        let load = Load::now();
+    ) -> Result<Vec<(Ceilings, Reader)>, Error> {
         let widest = Level::ALL
             .into_iter()
             .rev()
             .find(|level| level.is_available())
             .unwrap_or(Level::Scalar);
-        let mut levels = vec![widest];
-        if level != widest {
-            levels.push(level);
-        }
-        let f32 = levels
-            .into_iter()
-            .map(|level| LevelCeiling {
-                level: level.name().into(),
-                gflops: products(loops::f32_products(level), threads),
-            })
-            .collect();
         // Far larger than the last-level cache, so that hardly anything of one pass is left there
         // for the next.
         let bytes = (last_level_cache.unwrap_or(32 << 20) * 12).clamp(384 << 20, 4 << 30);
@@ -89,19 +82,33 @@ impl Ceilings {
             "measuring ceilings (not with --no-ceilings)",
             2 * bytes as u64,
         )?;
-        let reader = Reader::new(Buffer::new(bytes, threads), widest, threads);
-        let huge = Buffer::huge(bytes, threads).map(|buffer| Reader::new(buffer, widest, threads));
-        let ceilings = Ceilings {
-            threads,
-            f32,
-            bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
-            tiles: loops::tile_products().map(|products_loop| products(products_loop, threads)),
-            read: reader.rate(),
-            read_huge: huge.map(|reader| reader.rate()),
-            copy: None,
-            busy_elsewhere: load.others(),
+        let most = threads.iter().copied().max().unwrap_or(1);
+        let buffer = Rc::new(Buffer::new(bytes, most));
+        let huge = match threads {
+            &[threads] => Buffer::huge(bytes, threads).map(Rc::new),
+            _ => None,
         };
-        Ok((ceilings, reader))
+        let ceilings = threads.iter().map(|&threads| {
+            let load = Load::now();
+            let f32 = [Some(widest), (level != widest).then_some(level)].into_iter().flatten();
+            let f32 = f32.map(|level| LevelCeiling {
+                level: level.name().into(),
+                gflops: products(loops::f32_products(level), threads),
+            });
+            let reader = Reader::new(&buffer, widest, threads);
+            let ceilings = Ceilings {
+                threads,
+                f32: f32.collect(),
+                bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
+                tiles: loops::tile_products().map(|products_loop| products(products_loop, threads)),
+                read: reader.rate(),
+                read_huge: huge.as_ref().map(|huge| Reader::new(huge, widest, threads).rate()),
+                copy: None,
+                busy_elsewhere: load.others(),
+            };
+            (ceilings, reader)
+        });
+        Ok(ceilings.collect())
     }
 
     /// The higher of two measurements of each ceiling: disturbances only lower a measurement.
@@ -152,7 +159,7 @@ fn products(products_loop: ProductLoop, threads: usize) -> f64 {
 
 /// Reads memory as fast as this machine can.
 pub struct Reader {
-    buffer: Buffer,
+    buffer: Rc<Buffer>,
     level: Level,
     threads: usize,
     /// The fastest way to read, by medians.
@@ -160,8 +167,8 @@ pub struct Reader {
 }
 
 impl Reader {
-    fn new(buffer: Buffer, level: Level, threads: usize) -> Reader {
-        let mut reader = Reader { buffer, level, threads, pattern: 0 };
+    fn new(buffer: &Rc<Buffer>, level: Level, threads: usize) -> Reader {
+        let mut reader = Reader { buffer: Rc::clone(buffer), level, threads, pattern: 0 };
         let rates: Vec<_> =
             (0..loops::READ_PATTERNS).map(|pattern| reader.pattern_rate(pattern)).collect();
         let best = (0..rates.len()).max_by(|&a, &b| rates[a].total_cmp(&rates[b]));
@@ -185,7 +192,13 @@ impl Reader {
                 black_box(unsafe { loops::read(level, pattern, black_box(lines)) });
             })
         };
-        let seconds = median((0..READ_SAMPLES).map(|_| sample()).collect());
+        let mut samples = Vec::new();
+        while samples.len() < MIN_READ_SAMPLES
+            || samples.len() < READ_SAMPLES && samples.iter().sum::<f64>() < READ_TIME.as_secs_f64()
+        {
+            samples.push(sample());
+        }
+        let seconds = median(samples);
         (part * threads * 64) as f64 / seconds / 1e9
     }
 }

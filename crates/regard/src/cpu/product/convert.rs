@@ -59,13 +59,17 @@ pub trait Format {
         count: usize,
     );
 
-    /// Converts the first of `count` values to f32, in larger groups than a vector. Returns how
-    /// many that were.
+    /// Converts the first of `count` values, in larger groups than a vector. Returns how many that
+    /// were.
     ///
     /// # Safety
-    /// As [`Format::convert_vectors`]; `to` holds `count` floats.
+    /// As [`Format::convert_vectors`].
     #[inline(always)]
-    unsafe fn load_groups<V: Vector>(_from: *const Self, _to: *mut f32, _count: usize) -> usize {
+    unsafe fn load_groups<V: Vector, const PAIRED: bool>(
+        _from: *const Self,
+        _to: *mut u8,
+        _count: usize,
+    ) -> usize {
         0
     }
 
@@ -77,7 +81,7 @@ pub trait Format {
 }
 
 macro_rules! format_of_single_values {
-    ($type:ty, $load:expr, $value:expr $(, $load_groups:expr)?) => {
+    ($type:ty, $load:expr, $value:expr $(, $load_row:expr, $load_pairs:expr)?) => {
         impl Format for $type {
             #[inline(always)]
             unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
@@ -94,13 +98,18 @@ macro_rules! format_of_single_values {
             }
             $(
                 #[inline(always)]
-                unsafe fn load_groups<V: Vector>(
+                unsafe fn load_groups<V: Vector, const PAIRED: bool>(
                     from: *const Self,
-                    to: *mut f32,
+                    to: *mut u8,
                     count: usize,
                 ) -> usize {
                     // SAFETY: same contract.
-                    unsafe { $load_groups(from, to, count) }
+                    unsafe {
+                        match PAIRED {
+                            true => $load_pairs(from, to.cast(), count),
+                            false => $load_row(from, to.cast(), count),
+                        }
+                    }
                 }
             )?
             #[inline(always)]
@@ -114,7 +123,7 @@ macro_rules! format_of_single_values {
 format_of_single_values!(f32, V::load, std::convert::identity);
 format_of_single_values!(half::f16, V::load_f16, half::f16::to_f32);
 format_of_single_values!(bf16, V::load_bf16, bf16::to_f32);
-format_of_single_values!(E4m3, V::load_e4m3, E4m3::to_f32, V::load_e4m3_row);
+format_of_single_values!(E4m3, V::load_e4m3, E4m3::to_f32, V::load_e4m3_row, V::load_e4m3_pairs);
 format_of_single_values!(E5m2, V::load_e5m2, E5m2::to_f32);
 format_of_single_values!(i8, V::load_i8, f32::from);
 
@@ -193,8 +202,9 @@ pub unsafe fn convert<V: Vector, F: Format, const PAIRED: bool>(
     let from = from.cast::<F>();
     // SAFETY: same contract.
     unsafe {
-        let done = if PAIRED { 0 } else { F::load_groups::<V>(from, to.cast(), values) };
-        let (from, to) = (from.add(done / F::VALUES), to.cast::<f32>().add(done).cast::<u8>());
+        let done = F::load_groups::<V, PAIRED>(from, to, values);
+        let size = if PAIRED { size_of::<bf16>() } else { size_of::<f32>() };
+        let (from, to) = (from.add(done / F::VALUES), to.add(done * size));
         let values = values - done;
         let full = if F::VALUES > 1 { values } else { values / V::LANES * V::LANES };
         F::convert_vectors::<V, PAIRED>(from, to, full);

@@ -98,6 +98,13 @@ impl Vector for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
+        match avx512_vbmi::is_available() {
+            true => avx512_vbmi::load_e4m3_pairs(from, to, count),
+            false => 0,
+        }
+    }
+    #[inline(always)]
     unsafe fn load_e5m2(from: *const E5m2) -> Self {
         let codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast()));
         Avx512(_mm512_cvtph_ps(_mm256_slli_epi16::<8>(codes)))

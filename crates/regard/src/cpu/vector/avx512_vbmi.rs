@@ -2,6 +2,7 @@
 //! CPU has them: VPERMI2B looks 64 bytes up in a table of 128.
 
 use crate::format::E4m3;
+use half::bf16;
 use std::arch::x86_64::*;
 
 /// The upper and the lower byte of each nonnegative e4m3 code's value as bf16.
@@ -25,6 +26,9 @@ static E4M3_AS_BF16: [[u8; 128]; 2] = {
     }
     bytes
 };
+
+/// Moves qwords to where unpacking bytes to words leaves them in order.
+static UNPACKED_QWORDS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Transposes 4 x 4 dwords, so that unpacking bytes and then words leaves them in order.
 static TRANSPOSED_DWORDS: [u32; 16] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
@@ -69,6 +73,37 @@ pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> us
     }
 }
 
+/// Converts whole groups of 64 codes to bf16. Returns how many codes that were.
+///
+/// # Safety
+/// The CPU has AVX512_VBMI; `from` and `to` hold `count` elements.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+pub unsafe fn load_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
+    // SAFETY: groups of 64 inside the row.
+    unsafe {
+        let [high_bytes, low_bytes] = &E4M3_AS_BF16;
+        let high_first = _mm512_loadu_si512(high_bytes.as_ptr().cast());
+        let high_second = _mm512_loadu_si512(high_bytes.as_ptr().add(64).cast());
+        let low_first = _mm512_loadu_si512(low_bytes.as_ptr().cast());
+        let low_second = _mm512_loadu_si512(low_bytes.as_ptr().add(64).cast());
+        let order = _mm512_loadu_si512(UNPACKED_QWORDS.as_ptr().cast());
+        let sign = _mm512_set1_epi8(i8::MIN);
+        let full = count / 64 * 64;
+        for i in (0..full).step_by(64) {
+            let codes = _mm512_loadu_si512(from.add(i).cast());
+            let codes = _mm512_permutexvar_epi64(order, codes);
+            let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
+            let low = _mm512_permutex2var_epi8(low_first, codes, low_second);
+            // high | (codes & sign)
+            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign);
+            let to = to.add(i);
+            _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi8(low, high));
+            _mm512_storeu_si512(to.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+        }
+        full
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -86,6 +121,31 @@ mod tests {
             let expected = code.to_f32();
             let same = expected.to_bits() == value.to_bits();
             assert!(same || expected.is_nan() && value.is_nan(), "{code:?}: {value}");
+        }
+    }
+
+    #[test]
+    fn every_e4m3_code_is_its_value_as_bf16() {
+        if !is_available() || !is_x86_feature_detected!("avx512bw") {
+            return;
+        }
+        // In several orders, so that each code is in several lanes.
+        for step in [1u8, 37, 101] {
+            let codes: Vec<_> =
+                (0..=255u8).map(|i| E4m3::from_bits(i.wrapping_mul(step))).collect();
+            let mut found = [bf16::ONE; 300];
+            // SAFETY: the CPU has the instructions; both hold 256 elements.
+            let count = unsafe { load_e4m3_pairs(codes.as_ptr(), found.as_mut_ptr(), 256) };
+            assert_eq!((count, &found[256..]), (256, &[bf16::ONE; 44][..]));
+            for (code, found) in codes.iter().zip(found) {
+                // Exact; NaN keeps its sign and is quiet.
+                let expected = bf16::from_f32(code.to_f32());
+                assert_eq!(expected.to_bits(), found.to_bits(), "{code:?}: {found}");
+            }
+            let mut some = [bf16::ONE; 80];
+            // SAFETY: as above. Only whole groups of 64 are converted.
+            let count = unsafe { load_e4m3_pairs(codes.as_ptr(), some.as_mut_ptr(), 80) };
+            assert_eq!((count, &some[64..]), (64, &[bf16::ONE; 16][..]));
         }
     }
 }

@@ -125,6 +125,12 @@ pub trait Vector: Copy {
     unsafe fn load_e4m3_row(_from: *const E4m3, _to: *mut f32, _count: usize) -> usize {
         0
     }
+    /// Converts the first of `count` codes to bf16, all or some or none. Returns how many. Of
+    /// levels that run `PAIRED` code.
+    #[inline(always)]
+    unsafe fn load_e4m3_pairs(_from: *const E4m3, _to: *mut bf16, _count: usize) -> usize {
+        0
+    }
     #[inline(always)]
     unsafe fn load_e5m2(from: *const E5m2) -> Self {
         // SAFETY: same contract.
