@@ -3,7 +3,7 @@
 # CPU has (the tests force each level themselves), historical defects, real cases, append and merge, the page allocator, the misuse of every argument.
 #
 #   scripts/asan.sh                  all of that, with one of each kind of the large cases, some rows of each judged, and fewer random
-#                                    compositions than a plain test run (REGARD_MOST_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES override)
+#                                    compositions than a plain test run (REGARD_MAX_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES override)
 #   scripts/asan.sh ARGS...          other arguments for cargo test
 #
 # What it covers: every load and store of regard itself, the vector kernels' included: reads and writes outside any
@@ -33,5 +33,5 @@ export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/asan"
 # A test asks for more memory than any machine has, and is answered with an error: the sanitizer must let it.
 export ASAN_OPTIONS="detect_stack_use_after_return=1:allocator_may_return_null=1:${ASAN_OPTIONS:-}"
 # The oracle has no unsafe code of its own but loads, and takes longer than the kernels: it judges some rows of every head.
-export REGARD_MOST_WORK="${REGARD_MOST_WORK:-2000000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" PROPTEST_CASES="${PROPTEST_CASES:-200}"
+export REGARD_MAX_WORK="${REGARD_MAX_WORK:-2000000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" PROPTEST_CASES="${PROPTEST_CASES:-200}"
 cargo test --target "$target" -p regard "$@"

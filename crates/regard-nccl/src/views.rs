@@ -7,14 +7,14 @@ use std::ops::{Deref, Range};
 
 /// The dimensions or strides of a tensor: a list that is not on the heap.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Few<T> {
+pub(crate) struct InlineVec<T> {
     items: [T; MAX_RANK],
     len: usize,
 }
 
-impl<T: Default + Copy> FromIterator<T> for Few<T> {
+impl<T: Default + Copy> FromIterator<T> for InlineVec<T> {
     fn from_iter<I: IntoIterator<Item = T>>(items: I) -> Self {
-        let mut few = Few { items: [T::default(); MAX_RANK], len: 0 };
+        let mut few = InlineVec { items: [T::default(); MAX_RANK], len: 0 };
         for item in items {
             few.items[few.len] = item;
             few.len += 1;
@@ -23,7 +23,7 @@ impl<T: Default + Copy> FromIterator<T> for Few<T> {
     }
 }
 
-impl<T> Deref for Few<T> {
+impl<T> Deref for InlineVec<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -93,7 +93,7 @@ pub(crate) fn narrow<'a, D: Device>(
     dim: usize,
     range: &Range<usize>,
 ) -> Result<Tensor<'a, D::Memory>, Error> {
-    let mut shape: Few<usize> = tensor.shape().iter().copied().collect();
+    let mut shape: InlineVec<usize> = tensor.shape().iter().copied().collect();
     shape.items[dim] = range.len();
     let step = tensor.strides()[dim].wrapping_mul(tensor.dtype().size() as i64);
     let offset = step.wrapping_mul(range.start as i64);

@@ -412,7 +412,7 @@ pub struct Variant {
 impl Variant {
     /// Whether a score that is kept is its dot product times the scale, and all keys of a range are
     /// kept: no softcap, bias, mask or tree.
-    pub(crate) fn has_bare_scores(&self) -> bool {
+    pub(crate) fn has_unmodified_scores(&self) -> bool {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 

@@ -44,7 +44,7 @@ static guarded guard(size_t bytes, int at_end) {
 
 static void unguard(guarded g) { munmap(g.base, g.mapped); }
 
-enum { MOST_TENSORS = 12 };
+enum { MAX_TENSORS = 12 };
 
 /* A tensor and the bytes that it is a view of. */
 typedef struct {
@@ -54,7 +54,7 @@ typedef struct {
     int written;
 } operand;
 
-static operand operands_[MOST_TENSORS];
+static operand operands_[MAX_TENSORS];
 static int used;
 
 static size_t size_of_type(int32_t dtype) {
@@ -183,7 +183,7 @@ static void compose(regard_operands *o) {
 
 /* Runs on operands and a workspace that end, or start, at a guard page. Keeps the outputs. */
 static regard_status run_guarded(const regard_plan *plan, const regard_operands *o, int at_end) {
-    guarded places[MOST_TENSORS];
+    guarded places[MAX_TENSORS];
     for (int i = 0; i < used; i++) {
         places[i] = guard(operands_[i].bytes, at_end);
         memcpy(places[i].data, operands_[i].content, operands_[i].bytes);

@@ -588,7 +588,7 @@ fn set_variant(
     }
     parameters.scale = inputs.scale();
     parameters.softcap = attention.softcap.unwrap_or(0.0);
-    parameters.unmodified_scores = variant.has_bare_scores().into();
+    parameters.unmodified_scores = variant.has_unmodified_scores().into();
     (parameters.offset_kind, parameters.q_offset) = query_offset(&attention.q_offset);
     if let QueryOffset::PerSequence(offsets) = &attention.q_offset {
         parameters.q_offsets = offsets.address();

@@ -197,7 +197,7 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     let no_module = || format!("no kernel reads prefixes in {} of {dims} here", problem.dtype);
     let (fallback, config) = find(problem, facts, Build::Fallback).ok_or_else(no_module)?;
     let exact_dims = config.operands.has_dims(problem.head_dim, problem.value_dim);
-    let plain = problem.variant.has_bare_scores()
+    let plain = problem.variant.has_unmodified_scores()
         && problem.variant.chunk.is_none()
         && page_aligned_16(problem);
     let specialized = find(problem, facts, Build::Specialized).filter(|(_, other)| {

@@ -388,7 +388,7 @@ fn find_specialized(
     facts: &CudaFacts,
     fallback: &DecodeConfig,
 ) -> Option<&'static Module> {
-    let plain = problem.variant.has_bare_scores()
+    let plain = problem.variant.has_unmodified_scores()
         && problem.variant.has_even_ranges()
         && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
         && page_aligned_16(problem);
