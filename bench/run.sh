@@ -5,7 +5,7 @@
 #
 # Rounds alternate so that whatever changes slowly on a machine (its clock, its neighbours) meets everybody alike; of each peer's rounds
 # the one with the median time counts. Which interpreter has the Python peers says PYTHON (python3); what is not installed is left out,
-# and the script says so. DIR (bench/results/latest) gets every round's result files, table.md and plot.svg.
+# and the script names it. DIR (bench/results/latest) gets every round's result files, table.md and plot.svg.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -5,7 +5,7 @@
 #   scripts/full.sh                  every step
 #   scripts/full.sh WORD...          the steps whose names contain one of the words
 #
-# Ends with a table of steps and seconds. A step that cannot run here says SKIPPED and why. Random
+# Ends with a table of steps and seconds. A step that cannot run here prints SKIPPED and why. Random
 # problems are drawn from a new seed, which is printed; REGARD_RANDOM_SEED sets it.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles the shipped Metal kernels with compilers other than Apple's (docs/metal.md says what that shows).
+"""Compiles the shipped Metal kernels with compilers other than Apple's (docs/metal.md describes what that shows).
 
     scripts/metal-compile.py              compare registers and stack bytes with scripts/metal-compile/registers.txt
     scripts/metal-compile.py --write      write that file

@@ -10,7 +10,7 @@ struct Encoded {
     unsigned box[4];
     int type;
 };
-static_assert(sizeof(Encoded) <= sizeof(TensorMap), "it lies in a tensor map");
+static_assert(sizeof(Encoded) <= sizeof(TensorMap), "it is in a tensor map");
 
 // As the driver checks: 0 or CUDA_ERROR_INVALID_VALUE.
 inline int encode(void *map, int type, unsigned rank, unsigned long long address, const unsigned long long *dims, const unsigned long long *strides,

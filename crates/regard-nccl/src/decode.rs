@@ -11,6 +11,7 @@ use regard::{
 
 /// Which queries a rank has before a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Queries {
     /// Those of its own heads: a step begins by gathering them.
     Sharded,
@@ -21,7 +22,7 @@ pub enum Queries {
 /// What a step reads and writes on one rank. `tokens` stands for `B, Lq`, or for `total` where
 /// sequences are ragged. Rank r has query heads `r * Hq / ranks..(r + 1) * Hq / ranks`.
 ///
-/// Heads are the outermost dimension of what is exchanged, so that the part of a rank lies in one
+/// Heads are the outermost dimension of what is exchanged, so that the part of a rank is in one
 /// piece and nothing is repacked. For one token per step this is also the order of a projection.
 #[derive(Debug)]
 pub struct DecodeStep<'a, M: Memory> {

@@ -79,7 +79,7 @@ impl View for regard::cuda::DeviceMemory {
     }
 }
 
-/// How arrays lie, and bounds of lengths that only a GPU knows.
+/// The layout of arrays, and bounds of lengths that only a GPU knows.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Choices {
     /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
@@ -185,7 +185,7 @@ pub struct Call<'py> {
     pub v: Option<Array>,
     /// All other operands.
     pub attention: Attention<Array>,
-    /// How arrays lie.
+    /// The layout of arrays.
     pub choices: Choices,
     /// The others.
     pub extra: Extra<'py>,
@@ -533,7 +533,7 @@ pub fn out_dtype(value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
     dtype("out_dtype", value).map(Some)
 }
 
-/// A cache's format by its name, or `None` for what the array says.
+/// A cache's format by its name, or `None` for the array's own type.
 ///
 /// # Errors
 /// If it is none.

@@ -1,5 +1,5 @@
-//! Positions of keys: keys of a sequence may be spread over devices, and a shard says at which
-//! positions its keys are.
+//! Positions of keys: keys of a sequence may be spread over devices, and a shard has the positions
+//! at which positions its keys are.
 
 use crate::error::Error;
 use crate::expect::one_of;
@@ -35,6 +35,7 @@ pub struct KeyPositions<T> {
 
 /// The position of a sequence's first key.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub enum KeyOffset<T> {
     /// The same for every sequence; may be negative. From -2^31 to 2^31 - 1, as if it were in a
     /// tensor.
@@ -81,6 +82,7 @@ impl<T> KeyPositions<T> {
 
 /// How the keys of a sequence are divided among devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum KeyLayout {
     /// Each device has keys of consecutive positions: the stride is 1.
     Contiguous,

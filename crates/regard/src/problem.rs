@@ -395,11 +395,11 @@ impl Problem {
             Err(Error::argument(argument, found, format!("at most {planned}, as planned")))
         }
         fn given(argument: &str, planned: bool, found: bool) -> Result<(), Error> {
-            let say = |given| if given { "given" } else { "not given" };
+            let word = |given| if given { "given" } else { "not given" };
             if planned == found {
                 return Ok(());
             }
-            Err(Error::argument(argument, say(found), format!("{}, as planned", say(planned))))
+            Err(Error::argument(argument, word(found), format!("{}, as planned", word(planned))))
         }
         same("query_heads", &self.query_heads, &other.query_heads)?;
         same("kv_heads", &self.kv_heads, &other.kv_heads)?;

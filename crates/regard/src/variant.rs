@@ -22,6 +22,7 @@ pub struct Window {
 
 /// The position of a sequence's first query row among its keys.
 #[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
 pub enum QueryOffset<T> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]

@@ -21,7 +21,7 @@ thread_local! {
 }
 
 /// Counts this thread's allocations, and has no more than a tebibyte: systems and sanitizers differ
-/// in what they say to more.
+/// in their texts to more.
 struct Counting;
 
 // SAFETY: every call goes to the system allocator unchanged.
@@ -72,7 +72,7 @@ fn ints<const N: usize>(values: &'static [i32], shape: [usize; N]) -> Tensor<'st
     Tensor::new(values, shape).expect("a contiguous view")
 }
 
-/// A view that repeats one row of `F32` as often as `shape` says.
+/// A view that repeats one row of `F32` as often as `shape` has it.
 fn claiming<const N: usize>(shape: [usize; N]) -> Tensor<'static> {
     let mut strides = [0; N];
     strides[N - 1] = 1;

@@ -2,7 +2,7 @@
 //! captured once and replayed with new lengths, tables and pages; a run allocates nothing and waits
 //! for nothing (a stream that is captured allows neither); a refusal comes before any launch.
 //!
-//! Without a GPU the test passes and says SKIPPED. With `REGARD_CUDA_REQUIRED` set it fails.
+//! Without a GPU the test passes and print SKIPPED. With `REGARD_CUDA_REQUIRED` set it fails.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 

@@ -229,7 +229,7 @@ fn padded_blocks_are_live_under_a_larger_plan() {
 
 #[test]
 fn a_slow_path_is_taken_in_silence() {
-    // mlx#3658: what cannot run says so; what runs is named.
+    // mlx#3658: what cannot run is refused; what runs is named.
     let case = spec("explained").generate();
     case.run(|inputs, outputs| {
         let problem = Problem::from_operands(inputs, outputs)?;

@@ -92,7 +92,7 @@ impl Place {
         if self.bytes == 0 {
             return Ok(());
         }
-        // SAFETY: a view's constructor guarantees that everything it reaches, and what lies
+        // SAFETY: a view's constructor guarantees that everything it reaches, and what is
         // between, is one live allocation.
         let bytes = unsafe { std::slice::from_raw_parts(self.low, self.bytes) };
         stream

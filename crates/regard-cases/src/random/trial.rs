@@ -60,7 +60,7 @@ pub struct How {
 
 /// How a problem failed. Two failures count as the same if their kinds are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "its fields say what they are")]
+#[allow(missing_docs, reason = "its fields are documented")]
 pub enum Kind {
     /// Not run: sound, but no kernel takes it.
     Refused,

@@ -39,7 +39,7 @@ pub fn heading(record: &Record) -> String {
         if let Some(cores) = busy_elsewhere.filter(|_| disturbed(*busy_elsewhere)) {
             text += &format!(
                 "\nOther processes kept {cores:.1} cores busy while ceilings were measured: \
-                 fractions of them say little."
+                 fractions of them mean little."
             );
         }
     }

@@ -55,7 +55,7 @@ impl Ran {
             self.stderr
         );
         for text in texts {
-            assert!(lines[0].contains(text), "{}: does not say {text:?}", lines[0]);
+            assert!(lines[0].contains(text), "{}: lacks {text:?}", lines[0]);
         }
     }
 }

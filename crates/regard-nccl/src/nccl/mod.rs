@@ -289,7 +289,7 @@ impl Transport for Nccl {
             first_error(pairs.map(|(peer, exchange)| {
                 let (from, to) =
                     (exchange.from.part(peer, self.size), exchange.to.part(peer, self.size));
-                // SAFETY: the caller's promise; parts lie inside their spans.
+                // SAFETY: the caller's promise; parts are inside their spans.
                 let sent = unsafe { self.send(queue, peer, from) };
                 if sent != SUCCESS && sent != IN_PROGRESS {
                     return sent;

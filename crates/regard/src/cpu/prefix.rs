@@ -7,7 +7,7 @@
 //! two results are merged by their log-sum-exps.
 //!
 //! A group takes part if all its rows see its whole prefix, which then needs neither positions nor
-//! masks. Prefixes end at whole pages. All that is made on the way lies in the workspace.
+//! masks. Prefixes end at whole pages. All that is made on the way is in the workspace.
 
 use super::executor::Executor;
 use super::number::Number;

@@ -203,7 +203,7 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
 }
 
 /// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys
-/// unless rows have lists of them, if operands lie as it reads and writes them; else the general
+/// unless rows have lists of them, if it can read and write the operands; else the fallback
 /// one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,

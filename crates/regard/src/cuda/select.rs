@@ -119,7 +119,7 @@ fn with_latent(
         block_rows: latent.tile_rows as usize,
         reason: format!(
             "values are the first dims of keys, and each K tile is loaded once; {} where operands \
-             are not aligned to 16 bytes or lie as TMA cannot read them",
+             are not aligned to 16 bytes, or have strides that TMA cannot read",
             choice.kernel.name()
         ),
     };
@@ -137,8 +137,8 @@ fn with_latent(
             latent.ctas_per_tile
         ),
     };
-    // The general kernel has no schedule: layers of a step may have operands for either. That of
-    // the kernel for latent caches lies behind the partial states of both.
+    // The fallback has no schedule: layers of a step may have operands for either. The schedule of
+    // the kernel for latent caches follows the partial states of both.
     let decode = launches.decode.map(|decode| Decode { schedule: None, ..decode });
     let end = launches.workspace_bytes.max(workspace_bytes);
     let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&latent.launch, end));
@@ -504,7 +504,7 @@ fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) ->
     })
 }
 
-/// The launch that computes the schedule of a step for a launch of decode. It lies behind the first
+/// The launch that computes the schedule of a step for a launch of decode. It is behind the first
 /// `start` bytes of the workspace.
 fn schedule_ctas(decode: &Launch, start: usize) -> StepSchedule {
     let launch =

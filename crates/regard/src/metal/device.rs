@@ -441,7 +441,7 @@ impl Gpu {
                 // What stands in for a buffer is not written.
                 let writable = binding.is_some_and(|binding| binding.writable);
                 if let Some(Binding { buffer, offset, .. }) = binding.or(any) {
-                    // SAFETY: bindings lie inside their buffers, which their views have borrowed;
+                    // SAFETY: bindings are inside their buffers, which their views have borrowed;
                     // the rest is the caller's promise.
                     unsafe {
                         let buffer = &*(buffer as *const BufferObject);

@@ -1,4 +1,4 @@
-//! What an error must say.
+//! The parts that an error must have.
 
 use regard::Error;
 

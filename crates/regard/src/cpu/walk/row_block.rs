@@ -189,7 +189,7 @@ unsafe fn compute_scores<V: Vector, const PAIRED: bool>(
     let depth = score_depth::<PAIRED>(sizes);
     for start in computed.clone().step_by(panel) {
         let vectors = (computed.end - start).min(panel) / V::LANES;
-        // SAFETY: panels lie inside the packed tile.
+        // SAFETY: panels are inside the packed tile.
         unsafe {
             let work = Product {
                 a: scratch.queries.add(block.rows.start * sizes.padded_head_dim),

@@ -35,7 +35,7 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     let sequence = &item.sequence;
     let q = &call.inputs.q;
     let addresses = RowAddresses::new(q.as_ptr().cast_mut(), q, q.rank() - 1, sequence);
-    // SAFETY: rows of the item lie inside q and inside the scratch, where they are padded to whole
+    // SAFETY: rows of the item are inside q and inside the scratch, where they are padded to whole
     // vectors and to whole AMX steps.
     unsafe {
         prefetch_rows::<V>(item, &rows, group, &addresses, sizes.head_dim * size_of::<E>());

@@ -547,7 +547,7 @@ METAL_FUNC float score_exp(float difference) {
 
 // Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
 // key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test. The
-// mask is not read where the tile map says that it changes nothing (`reads_mask`).
+// mask is not read where, by the tile map, it changes nothing (`reads_mask`).
 METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask,
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
