@@ -120,7 +120,7 @@ pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<
 /// Runs a kernel that was encoded by way of the stand-in for Metal's classes.
 ///
 /// # Errors
-/// What was found wrong, in words.
+/// The defects found, in words.
 #[cfg(metal_stand_in)]
 pub fn run_stand_in(
     library: &mut Library,

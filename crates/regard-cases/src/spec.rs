@@ -68,7 +68,7 @@ pub struct MaskSpec {
     pub broadcast: [bool; 4],
 }
 
-/// What an additive mask puts where a boolean one is false.
+/// The additive mask's number where a boolean mask is false.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hide {
     /// A normal number: nothing is hidden.

@@ -13,13 +13,13 @@ use regard::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Queries {
-    /// Those of its own heads: a step begins by gathering them.
+    /// The queries of its own heads: a step begins by gathering them.
     Sharded,
-    /// Those of all heads.
+    /// The queries of all heads.
     Replicated,
 }
 
-/// What a step reads and writes on one rank. `tokens` stands for `B, Lq`, or for `total` where
+/// Operands of a step on one rank. `tokens` stands for `B, Lq`, or for `total` where
 /// sequences are ragged. Rank r has query heads `r * Hq / ranks..(r + 1) * Hq / ranks`.
 ///
 /// Heads are the outermost dimension of what is exchanged, so that the part of a rank is in one

@@ -9,7 +9,7 @@ use regard::{
     Tensor, TensorMut, Values,
 };
 
-/// What a head-parallel call reads and writes on one rank. Rank r has rows `r * rows..(r + 1) *
+/// Operands of a head-parallel call on one rank. Rank r has rows `r * rows..(r + 1) *
 /// rows` of the sequence. All tensors are contiguous, with heads outermost.
 #[derive(Debug)]
 pub struct HeadStep<'a, M: Memory> {

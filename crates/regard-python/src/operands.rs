@@ -98,7 +98,7 @@ pub struct Choices {
     pub max_kv_len: Option<usize>,
 }
 
-/// What is fixed when a plan is made.
+/// The operands that are fixed when a plan is made.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fixed {
     /// Numbers; there is no array, and every run has its own offset.
@@ -233,7 +233,7 @@ impl<'py> Call<'py> {
         Ok(call)
     }
 
-    /// What a plan of this call fixes.
+    /// The fixed operands of a plan of this call.
     pub fn fixed(&self) -> Fixed {
         let Ok(numbers) = self.attention.as_ref().try_filter_map(|_, _| Ok::<_, Infallible>(None));
         let key_positions = self

@@ -263,7 +263,7 @@ impl Plan {
         Ok(crate::device::prepare(&self.planned.plan, ordinal, stream)?)
     }
 
-    /// What will run and why, in a few lines.
+    /// The kernels that will run and the reasons, in a few lines.
     fn explain(&self) -> String {
         self.planned.plan.explain()
     }

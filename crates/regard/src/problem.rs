@@ -95,13 +95,13 @@ pub struct KeyLists {
     pub len: usize,
     /// Whether there is a list per key/value head.
     pub per_head: bool,
-    /// What the lists list.
+    /// The kind of entries.
     pub entries: ListEntries,
     /// Entries of the longest second list, into a second cache, if there are second lists.
     pub second: Option<usize>,
 }
 
-/// What lists of keys list.
+/// The kind of entries in lists of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 #[non_exhaustive]
 pub enum ListEntries {

@@ -629,7 +629,7 @@ fn nothing_to_do_is_fine() {
     }));
 }
 
-/// What the dense problem answers to these outputs.
+/// The error of the dense problem for these outputs.
 fn run_dense(out: TensorMut, lse: Option<TensorMut>) -> Error {
     let inputs = dense();
     let plan = host_plan(&Problem { lse: lse.is_some(), ..dense_problem() });
@@ -673,7 +673,7 @@ fn outputs() {
     assert!(out.iter().chain(&lse).all(|&x| x == SENTINEL));
 }
 
-/// What running the dense inputs under another problem's plan answers.
+/// The error of the dense inputs under another problem's plan.
 fn run_under(problem: &Problem) -> Result<(), Error> {
     let plan = host_plan(problem);
     let mut out = [SENTINEL; 96];

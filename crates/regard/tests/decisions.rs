@@ -290,7 +290,7 @@ fn decision(problem: &Problem, machine: &Machine) -> String {
 
 fn table() -> String {
     let mut text = String::from(
-        "What runs for a problem (bf16 and causal unless noted otherwise) on a machine: \
+        "The plan for a problem (bf16 and causal unless noted otherwise) on a machine: \
          kernel, tile, how keys are split,\n\
          threads, workspace. Made by tests/decisions.rs.\n",
     );

@@ -17,7 +17,7 @@ pub struct ListSpec {
     pub per_head: bool,
     /// Whether counts say how many entries of each list are used; the others are anything.
     pub counts: bool,
-    /// What the lists list. Slots and pages are of paged keys only.
+    /// The kind of entries. Slots and pages are of paged keys only.
     pub of: ListEntries,
     /// The caches whose slots are listed: one, unless entries are slots.
     pub caches: Caches,

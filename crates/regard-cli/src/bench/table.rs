@@ -15,7 +15,7 @@ pub enum Style {
     Markdown,
 }
 
-/// What was measured on, and the ceilings there.
+/// The machine of the measurements, and its ceilings.
 pub fn heading(record: &Record) -> String {
     let machine = record.machine.as_deref().unwrap_or("this machine");
     let threads = if record.threads == 1 { "thread" } else { "threads" };

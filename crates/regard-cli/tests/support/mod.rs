@@ -12,7 +12,7 @@ pub fn command(arguments: &[&str]) -> Command {
     command
 }
 
-/// What a run of the command printed, and its exit status.
+/// Output and exit status of a run of the command.
 pub struct Ran {
     pub status: i32,
     pub stdout: String,

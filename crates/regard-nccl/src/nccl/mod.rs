@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What the ranks of a group have in common. Rank 0 makes it and gives it to the others: to threads
+/// The shared identity of a group of ranks. Rank 0 makes it and gives it to the others: to threads
 /// as it is, to processes as bytes.
 #[derive(Clone, Copy)]
 pub struct GroupId(UniqueId);

@@ -184,7 +184,7 @@ fn find_module(
     find_kind(family, kind, problem, facts)
 }
 
-/// What distinguishes the modules of a family, apart from dims and tiles.
+/// Differences of the modules of a family, apart from dims and tiles.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     build: Build,

@@ -130,7 +130,7 @@ fn with_latent(
         count,
         parallel: true,
         reason: format!(
-            "{} tiles of up to {count} K tiles in a line, cut into equal parts for {} blocks, {} \
+            "{} tiles of up to {count} K tiles, divided equally among {} CTAs, {} \
              per part, when the lengths are known",
             tiles(problem, latent.tile_rows as usize),
             latent.launch.grid[0],

@@ -38,7 +38,7 @@ pub struct TileWork<'a> {
 }
 
 impl TileWork<'_> {
-    /// What a row block prefetches.
+    /// The prefetches of a row block.
     #[inline(always)]
     pub fn prefetch(&self, block: usize) -> &TilePrefetch<'_> {
         match block + self.prefetching < self.blocks {
@@ -135,7 +135,7 @@ struct RowBlock {
     /// Which of the two buffers of scores and exponentials they have. While one block's
     /// exponentials are computed, the next block's scores are.
     buffer: usize,
-    /// What rescales the rows' previous outputs.
+    /// Factors of the rows' previous outputs.
     factors: [f32; MAX_ROWS],
 }
 

@@ -107,7 +107,7 @@ pub unsafe fn visible_keys(ctx: ItemContext, rows: &Range<usize>, span: &TileSpa
     if unsafe { hides_tile(ctx, rows, span) } { 0..0 } else { seen }
 }
 
-/// What [`softmax_rows`] works on.
+/// Operands of [`softmax_rows`].
 pub struct SoftmaxRows<'a> {
     pub span: &'a TileSpan,
     /// The keys of the tile that have scores: whole vectors.

@@ -196,9 +196,9 @@ pub unsafe fn finish_softmax<V: Vector, const PAIRED: bool>(
     }
 }
 
-/// What is subtracted from the scores of a row. If the row has seen no key, all its scores are
-/// -inf. Subtracting a finite number keeps them so, and the exponentials are 0; -inf - -inf would
-/// be NaN.
+/// The reference subtracted from the scores of a row. If the row has seen no key, all its scores
+/// are -inf. Subtracting a finite number keeps them so, and the exponentials are 0; -inf - -inf
+/// would be NaN.
 #[inline(always)]
 fn subtracted(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
