@@ -4,7 +4,7 @@
 #     bench/run.sh [--threads N] [--rounds N] [--seconds S] [--wait S] [--dtype TYPES] [--out DIR] [NAME...]
 #
 # Rounds alternate so that whatever changes slowly on a machine (its clock, its neighbours) meets everybody alike; of each peer's rounds
-# the one with the median time counts. Which interpreter has the Python peers says PYTHON (python3); what is not installed is left out,
+# the one with the median time counts. PYTHON (python3) is the interpreter that has the Python peers; what is not installed is left out,
 # and the script names it. DIR (bench/results/latest) gets every round's result files, table.md and plot.svg.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-// Modules are known by their images, which lie unpacked in the folder REGARD_IMAGES, each under its module's name and its kind; and kernels that run emulated
+// Modules are known by their images, which are unpacked in the folder REGARD_IMAGES, each under its module's name and its kind; and kernels that run emulated
 // (../cuda-emulator) are libraries of the same names in the folder REGARD_EMULATED.
 #pragma once
 #include "attention.h"

@@ -158,7 +158,7 @@ pub struct On<'a> {
     pub garbage: u8,
 }
 
-/// Everything that the host can address, as one buffer: kernels run where the operands lie.
+/// Everything that the host can address, as one buffer: kernels run on the operands in place.
 fn host_memory<'a>() -> BufferView<'a> {
     // SAFETY: views of it are of tensors of the host's, and are used on the host alone.
     unsafe { BufferView::from_raw(0, 0, isize::MAX as usize) }

@@ -215,7 +215,7 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
             (Dtype::F8_E4M3, DType::E4M3),
             (Dtype::F8_E5M2, DType::E5M2),
             (Dtype::I8, DType::I8),
-            // Until the options say what the bytes are.
+            // Until the options give the type of the bytes.
             (Dtype::U8, DType::Bool),
         ],
         "mask" => &[

@@ -196,7 +196,7 @@ impl<T: Element> Engine<T> {
         unsafe { self.gpu.append_raw(stream.cu_stream(), &mut append) }
     }
 
-    /// Attention of so many rows, all that the tables do not say being as planned.
+    /// Attention of so many rows, all that the tables lack being as planned.
     fn run(&self, rows: usize, softcap: Option<f32>, bytes: usize) -> Result<(), Error> {
         let stream = &*self.stream;
         let packed = view(&self.tables, stream, DType::I32, &[LAYOUT.len()])?;

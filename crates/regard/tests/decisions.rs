@@ -14,7 +14,7 @@ use std::fmt::Write;
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/decisions.txt");
 const WRITE: &str = "REGARD_WRITE_DECISIONS";
 
-/// Machines whose facts are written here: the file says the same wherever it is made.
+/// Machines whose facts are written here: the file is the same on every machine.
 fn machines() -> Vec<Machine> {
     let cpu = |level: Level, threads, l2_kib: usize, l3_mib: usize| Machine {
         name: format!("{level}-{threads}"),

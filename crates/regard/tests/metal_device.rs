@@ -185,6 +185,7 @@ fn upload_scales(gpu: &Gpu, scales: &mut Option<AppendScales>) -> Option<(Upload
     match scales.as_mut()? {
         AppendScales::Static(tensor) => Some((Upload::read(gpu, tensor), false)),
         AppendScales::Dynamic(tensor) => Some((Upload::written(gpu, tensor), true)),
+        _ => None,
     }
 }
 

@@ -274,7 +274,7 @@ impl Placed {
     ) -> Placed {
         let mut shape = case.q.shape().to_vec();
         shape.pop();
-        // The log-sum-exp lies as if it had a last dimension of 1.
+        // The log-sum-exp is stored as if it had a last dimension of 1.
         shape.push(dim.unwrap_or(1));
         let place = Place::new(&shape, spec.padding, &spec.memory.out);
         // From the first element to the last one: the guard page follows right behind.

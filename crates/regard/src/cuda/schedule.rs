@@ -68,9 +68,8 @@ impl Schedule {
     }
 }
 
-/// `tiles` tiles of `units` units over at most `ctas` CTAs. Starting a tile costs as much as
-/// some units; no part of one has fewer than `least`, which the groups of warps of a CTA take in one
-/// go.
+/// `tiles` tiles of `units` units over at most `ctas` CTAs. Starting a tile costs as much as some
+/// units; no part of one has fewer than `least`, which the groups of warps of a CTA take in one go.
 fn divide(
     tiles: i64,
     units: i64,
