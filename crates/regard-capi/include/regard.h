@@ -20,8 +20,8 @@
 #include <stdint.h>
 
 // The version of this ABI: what is compiled against one works with every library that answers the
-// same number. Structs may grow at their end within a version; their `size` field gives how much of
-// them a caller knows.
+// same number. Structs may grow at their end within a version; their `size` field gives how much
+// of them a caller knows.
 //
 // 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
 // were all 0 meant contiguous.
@@ -141,8 +141,8 @@ enum regard_status
   // An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
   // was written.
   REGARD_STATUS_ARGUMENT = 1,
-  // The request is sound, but nothing runs it on that device: the text has the reason. Nothing was
-  // written.
+  // The request is sound, but nothing runs it on that device: the text has the reason. Nothing
+  // was written.
   REGARD_STATUS_REFUSED = 2,
   // The device or its driver failed; the text is its message. Outputs may be half written.
   REGARD_STATUS_DEVICE = 3,
