@@ -7,8 +7,8 @@
 # that it has (q8_0, q4_0), instead of everything else.
 #
 # Rounds alternate so that whatever changes slowly on a machine (its clock, its neighbours) meets everybody alike; of each peer's rounds
-# the one with the median time counts. Which interpreter has the Python peers says PYTHON (python3); what is not installed is left out,
-# and the script says so. DIR (bench/results/latest) gets every round's result files, table.md and plot.svg.
+# the one with the median time counts. PYTHON (python3) is the interpreter that has the Python peers; what is not installed is left out,
+# and the script names it. DIR (bench/results/latest) gets every round's result files, table.md and plot.svg.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

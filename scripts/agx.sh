@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the decode, combine, merge, append and mask map kernels with Mesa's compiler for Apple's GPUs (AGX, M1 and
 # M2), and prints registers, spills and instructions of each pipeline of scripts/metal-compile.py's table
-# (docs/perf/metal.md has the last ones, and says what they show).
+# (docs/perf/metal.md has the last ones, and what they show).
 #
 #     scripts/agx.sh [PIPELINE]            those whose names contain PIPELINE
 #

@@ -3,7 +3,7 @@
 # CPU has (the tests force each level themselves), historical defects, real cases, append and merge, the misuse of every argument.
 #
 #   scripts/asan.sh                  all of that, with one of each kind of the cases that are not small, some rows of each judged, and fewer
-#                                    random compositions than a plain test run (REGARD_MOST_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES
+#                                    random compositions than a plain test run (REGARD_MAX_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES
 #                                    override); the unit tests, for which the library is compiled once more, are in scripts/full.sh
 #   scripts/asan.sh ARGS...          other arguments for cargo test
 #
@@ -34,5 +34,5 @@ export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/asan"
 # A test asks for more memory than any machine has, and is answered with an error: the sanitizer must let it.
 export ASAN_OPTIONS="detect_stack_use_after_return=1:allocator_may_return_null=1:${ASAN_OPTIONS:-}"
 # The oracle has no unsafe code of its own but loads, and takes longer than the kernels: it judges some rows of every head.
-export REGARD_MOST_WORK="${REGARD_MOST_WORK:-500000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-100}"
+export REGARD_MAX_WORK="${REGARD_MAX_WORK:-500000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-100}"
 cargo test --target "$target" -p regard "$@"

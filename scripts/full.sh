@@ -5,7 +5,7 @@
 #   scripts/full.sh                  every step
 #   scripts/full.sh WORD...          the steps whose names contain one of the words
 #
-# Ends with a table of steps and seconds. A step that cannot run here says SKIPPED and why. Random
+# Ends with a table of steps and seconds. A step that cannot run here prints SKIPPED and why. Random
 # problems are drawn from a new seed, which is printed; REGARD_RANDOM_SEED sets it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -38,12 +38,12 @@ for test in bad_input bad_numbers bad_views cases composition defects laws page_
 done
 listed+=(-- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31)
 export REGARD_JUDGED_ROWS=$unbounded
-neon() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=500 scripts/neon.sh test -p regard "${listed[@]}"; }
-address_sanitizer() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=2000 scripts/asan.sh "${listed[@]}"; }
+neon() { REGARD_MAX_WORK=$unbounded PROPTEST_CASES=500 scripts/neon.sh test -p regard "${listed[@]}"; }
+address_sanitizer() { REGARD_MAX_WORK=$unbounded PROPTEST_CASES=2000 scripts/asan.sh "${listed[@]}"; }
 
 # The first commands of the README, as they stand there.
 # The tests with every large case.
-readme() { REGARD_ALL_MODULES=1 REGARD_MOST_WORK=$unbounded cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
+readme() { REGARD_ALL_MODULES=1 REGARD_MAX_WORK=$unbounded cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
 
 install_capi() {
     local folder="$PWD/target/installed"

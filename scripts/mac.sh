@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# For whoever has a Mac: runs the one list of cases and the real model's attention on its GPU, times some shapes, and writes a report to
+# On a Mac: runs the one list of cases and the real model's attention on its GPU, times some shapes, and writes a report to
 # attach to an issue.
 #
 #   scripts/mac.sh [REPORT]          metal-report.md if no name is given
 #
-# Needs an Apple silicon Mac with macOS 14 or later, and Rust. Exit status: 0 if everything was right, 1 if something was not (the report says what),
+# Needs an Apple silicon Mac with macOS 14 or later, and Rust. Exit status: 0 if everything was right, 1 if something was not (it is in the report),
 # 3 if this is no such Mac.
 set -uo pipefail
 cd "$(dirname "$0")/.."

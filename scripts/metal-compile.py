@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles the shipped Metal kernels with compilers other than Apple's (docs/metal.md says what that shows).
+"""Compiles the shipped Metal kernels with compilers other than Apple's (docs/metal.md describes what that shows).
 
     scripts/metal-compile.py              compare registers and stack bytes with scripts/metal-compile/registers.txt
     scripts/metal-compile.py --write      write that file
@@ -225,11 +225,11 @@ class Compiler:
         stem.with_suffix(".ll").write_text(text)
         run([self.clang, "-x", "ir", "-O2", "-S", "-Wno-override-module", *TARGET,
              "-o", stem.with_suffix(".ptx"), stem.with_suffix(".ll")])
-        said = run([self.ptxas, "-v", "-arch=sm_90", f"-maxrregcount={MAX_REGISTERS}", "-o", stem.with_suffix(".cubin"), stem.with_suffix(".ptx")])
+        report = run([self.ptxas, "-v", "-arch=sm_90", f"-maxrregcount={MAX_REGISTERS}", "-o", stem.with_suffix(".cubin"), stem.with_suffix(".ptx")])
         if "__local_depot" in stem.with_suffix(".ptx").read_text():
             sys.exit(f"{kernel}, {constants}: an array is in local memory")
         # The kernel comes first; what follows are functions that are inlined in it.
-        return int(re.search(r"Used (\d+) registers", said)[1]), int(re.search(r"(\d+) bytes stack frame", said)[1])
+        return int(re.search(r"Used (\d+) registers", report)[1]), int(re.search(r"(\d+) bytes stack frame", report)[1])
 
 
 def main():

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the shipped Metal kernels on the host, compiled by clang in each of msl-host's ways (docs/metal.md says what that shows).
+# Runs the shipped Metal kernels on the host, compiled by clang in each of msl-host's ways (docs/metal.md describes what that shows).
 #
 #   scripts/metal.sh                 all of them: the whole list of cases plainly; every pipeline with every pair of features; a core list with fast math, under AddressSanitizer and
 #                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of

@@ -4,7 +4,7 @@
 #   scripts/neon.sh                  type-check the library for aarch64, then run its tests under emulation, at the NEON level: unit
 #                                    tests, the case list (of large cases one of each kind), defects, real cases, and fewer random
 #                                    compositions than natively; some rows of each case are judged
-#                                    (REGARD_MOST_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES override)
+#                                    (REGARD_MAX_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES override)
 #   scripts/neon.sh check            only type-check
 #   scripts/neon.sh test ARGS...     run `cargo test ARGS...` for aarch64 under emulation
 #   scripts/neon.sh cargo ARGS...    run any cargo command with the aarch64 toolchain set up (add --target $TARGET yourself)
@@ -60,7 +60,7 @@ case "${1:-all}" in
         # Left out: the laws and the test of products of one sign, which take minutes under emulation (both are in
         # scripts/full.sh), two tests of very large operands, and most of the large cases. The scalar level runs natively. The oracle is the same everywhere and takes longer
         # than the kernels, so it judges some rows of every head.
-        export REGARD_MOST_WORK="${REGARD_MOST_WORK:-300000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-50}"
+        export REGARD_MAX_WORK="${REGARD_MAX_WORK:-300000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-50}"
         export REGARD_SIMD=neon
         run_cargo test --target "$TARGET" -p regard --lib --test cases --test composition --test defects --test real_model -- \
             --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31 \

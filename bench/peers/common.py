@@ -29,7 +29,7 @@ BYTES = {"f32": 4, "bf16": 2, "f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}
 ROTATED_BYTES = 400_000_000
 ROTATED_TOKENS = 16
 WARM_UP = 3
-LEAST_SAMPLE = 50e-6
+MIN_SAMPLE = 50e-6
 # Maximum seconds of warm-up runs and of measured runs, each.
 WARM_UP_LIMIT = 5
 LIMIT = 25
@@ -111,7 +111,7 @@ def measure(options, calls):
     warm = []
     while len(warm) < WARM_UP and sum(warm) < WARM_UP_LIMIT:
         warm.append(sample(1))
-    count = max(1, min(1000, math.ceil(LEAST_SAMPLE / statistics.median(warm))))
+    count = max(1, min(1000, math.ceil(MIN_SAMPLE / statistics.median(warm))))
     times, before, begin, past = [], used(), time.perf_counter(), 0.0
     while past < options.seconds or (len(times) < options.repeat and past < LIMIT):
         times.append(sample(count))

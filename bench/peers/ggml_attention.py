@@ -1,7 +1,7 @@
 """ggml on the shapes of `regard bench`: the CPU backend's flash attention, from the shared libraries that the npm package
 @node-llama-cpp/linux-x64 publishes. Queries and outputs are f32, as they always are there; --dtype is the type of the cache, q8_0 and
 q4_0 among them: their results have the names of `regard bench --dtype bf16 --with kv=q8_0`.
-`--check` says by the exit status whether they are installed."""
+`--check` exits with 0 if they are installed."""
 
 import ctypes
 import os
@@ -140,7 +140,7 @@ class Shape:
     def __init__(self, ggml, name, dtype, random):
         batch, heads, kv_heads, dim, queries, keys, causal = common.SHAPES[name]
         self.ggml, self.shape, copies = ggml, (batch, queries, heads, dim), common.copies(name, dtype)
-        # Room for descriptions of tensors and of a graph, about 400 bytes and 5 KiB; data lie in the buffer.
+        # Room for descriptions of tensors and of a graph, about 400 bytes and 5 KiB; data are in the buffer.
         self.context = Pointer(ggml.init(InitParams((copies + 2) << 14, None, True)))
         tensor = lambda kind, *dims: Pointer(ggml.new_tensor(self.context, kind, *dims))
         draw = lambda *shape: random.standard_normal(shape, dtype=numpy.float32)

@@ -8,14 +8,14 @@ use regard_cases::file;
 
 /// The most multiply-adds to spend on one input: what is fuzzed is what reads and checks, and the
 /// edges of what computes.
-const MOST_WORK: usize = 1 << 16;
+const MAX_WORK: usize = 1 << 16;
 
 fuzz_target!(|bytes: &[u8]| {
     let Ok(case) = file::from_bytes("fuzz", bytes) else { return };
     let _ = case.run(|inputs, outputs| {
         let problem = Problem::from_operands(inputs, outputs)?;
         let work = problem.rows().saturating_mul(problem.kv_len).saturating_mul(problem.value_dim);
-        if problem.batch <= 64 && work <= MOST_WORK {
+        if problem.batch <= 64 && work <= MAX_WORK {
             let plan = Plan::for_operands(inputs, outputs)?;
             plan.run(inputs, outputs, &mut vec![0xa5; plan.workspace_bytes()])?;
         }

@@ -1,4 +1,4 @@
-// wgmma.cuh, emulated: every thread reckons its own elements.
+// wgmma.cuh, emulated: every thread computes its own elements.
 #pragma once
 static inline float elem(unsigned a) { return Element<ElementType(ELEMENT_TYPE)>::to_float(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
 template <int N> struct Wgmma {

@@ -1,7 +1,7 @@
 // A stand-in for NVIDIA's driver library, for tests of the host's side of regard's CUDA backend where there is no GPU.
 //
 // Device memory is the host's, streams run everything at once, and a launch computes its kernel's contract one row and one key at a time in f64, from the
-// parameters that the real kernel would read. It says nothing about the kernels, and everything about what they are given: addresses, strides,
+// parameters that the real kernel would read. It shows nothing of the kernels, and everything that they are given: addresses, strides,
 // lengths, flags, graphs, workspaces. With emulated kernels (emulated.h) it runs those instead.
 #include "prefill.h"
 #include "emulated.h"
@@ -12,7 +12,7 @@
 
 namespace {
 
-// A kernel of a module, whose name says the element type.
+// A kernel of a module, whose name has the element type.
 struct Function {
     std::string entry;
     ElementType type;

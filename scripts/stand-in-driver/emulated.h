@@ -1,4 +1,4 @@
-// Modules are known by their images, which lie unpacked in the folder REGARD_IMAGES, each under its module's name and its kind; and kernels that run emulated
+// Modules are known by their images, which are unpacked in the folder REGARD_IMAGES, each under its module's name and its kind; and kernels that run emulated
 // (../cuda-emulator) are libraries of the same names in the folder REGARD_EMULATED.
 #pragma once
 #include "attention.h"
@@ -55,7 +55,7 @@ inline Emulated find_emulated(const std::string &module) {
 inline void emulate(Emulated run, EmulatedLaunch launch) {
     static std::mutex one_at_a_time;
     static unsigned seed = 0;
-    // Said at the end, so that nobody takes the driver's own arithmetic for the kernels'.
+    // Said at the end, so that the driver's own arithmetic is not taken for the kernels'.
     static struct Launches {
         ~Launches() { std::fprintf(stderr, "stand-in: %u launches of emulated kernels\n", seed); }
     } launches;

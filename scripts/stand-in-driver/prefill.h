@@ -10,12 +10,12 @@ struct Encoded {
     unsigned box[4];
     int type;
 };
-static_assert(sizeof(Encoded) <= sizeof(TensorMap), "it lies in a tensor map");
+static_assert(sizeof(Encoded) <= sizeof(TensorMap), "it is in a tensor map");
 
 // As the driver checks: 0 or CUDA_ERROR_INVALID_VALUE.
 inline int encode(void *map, int type, unsigned rank, unsigned long long address, const unsigned long long *dims, const unsigned long long *strides,
                   const unsigned *box, const unsigned *element_strides, int interleave, int swizzle) {
-    // Codes come as they lie, elements of 16 bits swizzled in lines of 128 bytes.
+    // Codes come as stored, elements of 16 bits swizzled in lines of 128 bytes.
     bool codes = type == 0;
     bool legal = rank == 4 && address % 16 == 0 && (unsigned long long)map % 64 == 0 && interleave == 0 && swizzle == (codes ? 0 : 3);
     Encoded encoded = {"tensor", address, {}, {}, {}, type};

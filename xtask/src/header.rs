@@ -25,10 +25,10 @@ pub fn run(check: bool) -> Result<()> {
     let committed = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
     if committed != header {
         bail!(
-            "include/regard.h is not what the sources of regard-capi say; \
+            "include/regard.h does not match the sources of regard-capi; \
              run `cargo xtask header` and commit it"
         );
     }
-    println!("include/regard.h is what the sources of regard-capi say");
+    println!("include/regard.h matches the sources of regard-capi");
     Ok(())
 }

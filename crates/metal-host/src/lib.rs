@@ -120,7 +120,7 @@ pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<
 /// Runs a kernel that was encoded by way of the stand-in for Metal's classes.
 ///
 /// # Errors
-/// What was found wrong, in words.
+/// The defects found, in words.
 #[cfg(metal_stand_in)]
 pub fn run_stand_in(
     library: &mut Library,
@@ -158,7 +158,7 @@ pub struct On<'a> {
     pub garbage: u8,
 }
 
-/// Everything that the host can address, as one buffer: kernels run where the operands lie.
+/// Everything that the host can address, as one buffer: kernels run on the operands in place.
 fn host_memory<'a>() -> BufferView<'a> {
     // SAFETY: views of it are of tensors of the host's, and are used on the host alone.
     unsafe { BufferView::from_raw(0, 0, isize::MAX as usize) }

@@ -114,7 +114,7 @@ impl Drop for Memory {
     }
 }
 
-/// What is bound at an index of an encoder.
+/// The binding at an index of an encoder.
 #[derive(Debug, Clone)]
 struct Bound {
     memory: Arc<Memory>,
@@ -130,7 +130,7 @@ pub struct Kernel {
     max_threads: usize,
 }
 
-/// What was encoded.
+/// An encoded command.
 #[derive(Debug)]
 enum Command {
     Dispatch {
@@ -457,7 +457,7 @@ pub mod objc2_metal {
         is_private: bool,
     }
 
-    /// What encoders of a command buffer have encoded, and how running it ended.
+    /// The commands encoded in a command buffer, and how running it ended.
     #[derive(Debug, Default)]
     pub struct Commands {
         encoded: Arc<Mutex<Vec<Command>>>,

@@ -23,8 +23,8 @@ namespace msl {
 namespace {
 
 constexpr size_t STACK_BYTES = 256 << 10;
-constexpr unsigned MOST_THREADS = 1024;
-constexpr unsigned MOST_FINDINGS = 20;
+constexpr unsigned MAX_THREADS = 1024;
+constexpr unsigned MAX_FINDINGS = 20;
 
 enum class State { Ready, InSimdgroup, InThreadgroup, Done };
 
@@ -292,7 +292,7 @@ bool run_threadgroup(const msl_dispatch& dispatch, msl_uint3 group) {
 
 void report(const std::string& key, const std::string& finding) {
     findings++;
-    if (told.size() < MOST_FINDINGS && told.insert(key).second) tell(tell_context, finding.c_str());
+    if (told.size() < MAX_FINDINGS && told.insert(key).second) tell(tell_context, finding.c_str());
 }
 
 int current_thread() { return current; }
@@ -401,7 +401,7 @@ int msl_run(const msl_dispatch* dispatch, const unsigned* indices, const double*
     }
     const msl_uint3 size = dispatch->threads_per_threadgroup, groups = dispatch->threadgroups;
     const unsigned long all = (unsigned long)size.x * size.y * size.z;
-    if (all == 0 || all > MOST_THREADS) {
+    if (all == 0 || all > MAX_THREADS) {
         report("threads", std::to_string(all) + " threads in a threadgroup; Metal allows 1 to 1024");
     } else {
         threads = (unsigned)all;

@@ -1,7 +1,7 @@
 // The race checker: for every byte that a kernel may touch, who wrote it and who read it last. It is fed by clang's load and
 // store callbacks (-fsanitize-coverage=trace-loads,trace-stores), so it works in builds that have them and costs nothing in others.
 //
-// Two accesses of which one writes are in order if the same thread made them, if a threadgroup barrier for that kind of memory lies
+// Two accesses of which one writes are in order if the same thread made them, if a threadgroup barrier for that kind of memory is
 // between them, or, within one SIMD group, a SIMD-group barrier. SIMD-group functions (shuffles, sums) order nothing.
 #include "scheduler.h"
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-//! From preprocessed MSL to C++: what C++ cannot say is rewritten, everything else stays as it
+//! From preprocessed MSL to C++: what C++ lacks is rewritten, everything else stays as it
 //! stands, on its own line.
 //!
 //! - Kernels get an entry function that takes their arguments from what is bound, by the attributes
@@ -28,7 +28,7 @@ pub struct Generated {
     pub thread_limits: BTreeMap<String, u32>,
 }
 
-/// Parameter attributes that say where a thread is; fields of `msl_position`.
+/// Parameter attributes for the position of a thread; fields of `msl_position`.
 const POSITIONS: [&str; 11] = [
     "threadgroup_position_in_grid",
     "thread_position_in_threadgroup",

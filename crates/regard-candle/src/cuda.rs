@@ -279,7 +279,7 @@ pub(crate) fn copy_blocks(
     let address = |n: usize| base + (layout.start_offset() * dtype.size() + n * block) as u64;
     for copy in copies.iter().filter(|copy| copy.from != copy.to) {
         let (to, from, bytes) = (address(copy.to), address(copy.from), copy.slots * slot);
-        // SAFETY: blocks and slots are checked to lie in the pool, which is lent to the stream, and
+        // SAFETY: blocks and slots are checked to be in the pool, which is lent to the stream, and
         // two blocks have no byte in common.
         unsafe { result::memcpy_dtod_async(to, from, bytes, place.stream.cu_stream()) }
             .map_err(failed)?;

@@ -298,7 +298,7 @@ pub fn flash_attn_varlen_paged_windowed(
         return Err(refuse("mm_prefix_ranges", found, "none; a mask has the same effect"));
     }
     if k.rank() != 4 || k.dims()[1] != page_block_size {
-        let allowed = format!("[blocks, {page_block_size}, Hkv, D], as page_block_size says");
+        let allowed = format!("[blocks, {page_block_size}, Hkv, D], by page_block_size");
         return Err(refuse("k", format!("of shape {:?}", k.dims()), &allowed));
     }
     let entries = seqlens_k.dims1()?;

@@ -12,6 +12,7 @@ use std::sync::Arc;
 /// Attention is fastest on the pool that the matrix products before it ran on: on the other one it
 /// finds the cores taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Threads {
     /// Rayon's global pool, as candle's float matrix products.
     #[default]
@@ -25,8 +26,8 @@ pub enum Threads {
 /// candle's `u32` instead of `i32`.
 pub type Attention = regard::Attention<Tensor>;
 
-/// How calls are executed, and what candle's types cannot say of the operands. The functions of the
-/// crate use the default.
+/// How calls are executed, and facts of the operands that candle's types do not hold. The functions
+/// of the crate use the default.
 #[derive(Debug, Clone, Default)]
 pub struct Execution {
     /// The type of the result: that of the queries (`None`) or `f32`, which is what the kernel

@@ -181,7 +181,7 @@ impl PagedCache {
     /// order.
     ///
     /// # Errors
-    /// If a block or a slot lies outside the pools. Nothing is copied then.
+    /// If a block or a slot is outside the pools. Nothing is copied then.
     pub fn copy_blocks(&self, copies: &[BlockCopy]) -> Result<()> {
         let CacheShape { blocks, block_size, .. } = self.shape;
         for copy in copies {
@@ -202,8 +202,8 @@ impl PagedCache {
     /// [format](PagedCache::with_format) takes f32, f16 and bf16.
     ///
     /// # Errors
-    /// If there is no such layer, a shape or type does not fit the cache, a slot lies outside the
-    /// pools, or a cache of a format lies on a GPU. Nothing is written then.
+    /// If there is no such layer, a shape or type does not fit the cache, a slot is outside the
+    /// pools, or a cache of a format is on a GPU. Nothing is written then.
     pub fn write(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
         let (key_pool, _) = self.pools(layer)?;
         if self.is_latent {
@@ -243,7 +243,7 @@ impl PagedCache {
     ///
     /// # Errors
     /// If there is no such layer, a shape or type does not fit the cache, or a table is missing or
-    /// lies elsewhere. Nothing is written then.
+    /// is elsewhere. Nothing is written then.
     pub fn append(
         &self,
         layer: usize,

@@ -304,7 +304,7 @@ fn a_gradient_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// The rows of the drop-in table that run on a CPU say the same; how precisely is not the point
+/// The rows of the drop-in table that run on a CPU agree; how precisely is not the point
 /// here.
 #[test]
 fn the_table_of_calls_in_the_documentation_is_right() -> Result<()> {

@@ -1,7 +1,7 @@
 //! candle's tensors on an NVIDIA GPU: every type and option against the oracle, the paged cache and
 //! merges against the CPU's, drop-ins against `attention`, on candle's stream and without waiting.
 //!
-//! Without a GPU the tests pass and say SKIPPED. With `REGARD_CUDA_REQUIRED` set they fail.
+//! Without a GPU the tests pass and print SKIPPED. With `REGARD_CUDA_REQUIRED` set they fail.
 //! `scripts/candle_cuda.sh` builds and runs them.
 #![cfg(feature = "cuda")]
 

@@ -6,9 +6,9 @@
 // What holds for every function:
 // - Pointers to structs are null or point to a struct of that type; tensors describe memory that is there. regard checks shapes,
 //   strides, lengths and tables against each other, but cannot see how much memory an address has behind it.
-// - Inputs are neither written nor freed. Nobody writes them, or touches outputs and workspace, until the call returns (on
+// - Inputs are neither written nor freed. Write no input, and touch neither outputs nor workspace, until the call returns (on
 //   a GPU: until its work on the stream is done).
-// - Lengths are in elements or tokens, sizes in bytes where their name says so. Shapes are in the order of their names.
+// - Lengths are in elements or tokens, names with `bytes` are in bytes. Shapes are in the order of their names.
 // - Structs whose first field is `size` start zeroed, with sizeof in it: fields that are not set then mean their default.
 // - Functions can be called from any thread. None throws, unwinds or ends the process on bad input: the answer is a status, and
 //   the words are regard_last_error's, which belong to the calling thread.
@@ -20,8 +20,8 @@
 #include <stdint.h>
 
 // The version of this ABI: what is compiled against one works with every library that answers the
-// same number. Structs may grow at their end within a version; their `size` field says how much of
-// them a caller knows.
+// same number. Structs may grow at their end within a version; their `size` field gives how much
+// of them a caller knows.
 //
 // 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
 // were all 0 meant contiguous.
@@ -141,8 +141,8 @@ enum regard_status
   // An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
   // was written.
   REGARD_STATUS_ARGUMENT = 1,
-  // The request is sound, but nothing runs it on that device: the text says why. Nothing was
-  // written.
+  // The request is sound, but nothing runs it on that device: the text has the reason. Nothing
+  // was written.
   REGARD_STATUS_REFUSED = 2,
   // The device or its driver failed; the text is its message. Outputs may be half written.
   REGARD_STATUS_DEVICE = 3,
@@ -204,7 +204,7 @@ enum regard_device_kind
   REGARD_DEVICE_KIND_CPU = 0,
   // An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
   REGARD_DEVICE_KIND_CUDA = 1,
-  // An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` says where the
+  // An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is where the
   // tensor begins in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
   // `id<MTLComputeCommandEncoder>`.
   REGARD_DEVICE_KIND_METAL = 2,
@@ -433,7 +433,7 @@ typedef struct regard_problem {
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`.
   int64_t window_right;
-  // The `regard_dtype` of queries, and of keys and values unless said otherwise below.
+  // The `regard_dtype` of queries, and of keys and values unless noted otherwise below.
   int32_t dtype;
   // Type of the output; 0 for the type of the queries.
   int32_t out_dtype;
@@ -595,7 +595,7 @@ const char *regard_plan_explain(const struct regard_plan *plan);
 // of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
 // least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
 // for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
-// memory with each other or with an input: where addresses, shapes and strides say that they do,
+// memory with each other or with an input: where addresses, shapes and strides show that they do,
 // the call is an error.
 //
 // On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
@@ -667,7 +667,7 @@ regard_status regard_merge_load(const struct regard_device *device);
 #ifndef REGARD_H_TENSORS
 #define REGARD_H_TENSORS
 
-// A tensor whose elements lie one after the other, the last dimension innermost. `shape` has `rank` numbers.
+// A tensor whose elements are contiguous, the last dimension innermost. `shape` has `rank` numbers.
 //
 //     const int64_t shape[] = {batch, length, heads, dim};
 //     regard_tensor q = regard_contiguous(data, REGARD_DTYPE_BF16, 4, shape);

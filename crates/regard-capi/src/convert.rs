@@ -58,7 +58,7 @@ unsafe impl Versioned for types::Device {
     const FIRST_SIZE: usize = size_of::<types::Device>();
 }
 
-/// The size that the caller's struct says it has, if that makes sense.
+/// The size in the caller's struct, if that makes sense.
 ///
 /// # Safety
 /// `given` is null, or points to at least a `size_t`.
@@ -84,7 +84,7 @@ unsafe fn size_of_given<T: Versioned>(argument: &str, given: *const T) -> Result
 /// must be.
 ///
 /// # Safety
-/// `given` is null, or points to as many readable bytes as its `size` field says.
+/// `given` is null, or points to as many readable bytes as in its `size` field.
 pub unsafe fn read<T: Versioned>(argument: &str, given: *const T) -> Result<T, Failure> {
     // SAFETY: passed on.
     let size = unsafe { size_of_given(argument, given)? };
@@ -110,7 +110,7 @@ pub unsafe fn read<T: Versioned>(argument: &str, given: *const T) -> Result<T, F
 /// caller's.
 ///
 /// # Safety
-/// `given` is null, or points to as many writable bytes as its `size` field says.
+/// `given` is null, or points to as many writable bytes as in its `size` field.
 pub unsafe fn write<T: Versioned>(argument: &str, given: *mut T, value: &T) -> Result<(), Failure> {
     // SAFETY: passed on.
     let size = unsafe { size_of_given(argument, given)? };
@@ -718,8 +718,8 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         key_stride: match variant.key_positions {
             None => 0,
             Some(KeyLayout::Contiguous) => 1,
-            // Of other strides a problem does not know which.
-            Some(KeyLayout::RoundRobin) => 2,
+            // A problem does not hold the stride itself: any but 1.
+            Some(_) => 2,
         },
         prefix_groups: number(problem.prefix_groups),
     }

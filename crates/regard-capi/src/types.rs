@@ -5,8 +5,8 @@
 use std::ffi::{c_char, c_void};
 
 /// The version of this ABI: what is compiled against one works with every library that answers the
-/// same number. Structs may grow at their end within a version; their `size` field says how much of
-/// them a caller knows.
+/// same number. Structs may grow at their end within a version; their `size` field gives how much
+/// of them a caller knows.
 ///
 /// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
 /// were all 0 meant contiguous.
@@ -24,8 +24,8 @@ pub enum Status {
     /// An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
     /// was written.
     Argument = 1,
-    /// The request is sound, but nothing runs it on that device: the text says why. Nothing was
-    /// written.
+    /// The request is sound, but nothing runs it on that device: the text has the reason. Nothing
+    /// was written.
     Refused = 2,
     /// The device or its driver failed; the text is its message. Outputs may be half written.
     Device = 3,
@@ -69,7 +69,7 @@ pub enum DeviceKind {
     Cpu = 0,
     /// An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
     Cuda = 1,
-    /// An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` says where the
+    /// An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is where the
     /// tensor begins in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
     /// `id<MTLComputeCommandEncoder>`.
     Metal = 2,
@@ -413,7 +413,7 @@ pub struct Problem {
     pub window_left: i64,
     /// With `REGARD_WINDOW_RIGHT`.
     pub window_right: i64,
-    /// The `regard_dtype` of queries, and of keys and values unless said otherwise below.
+    /// The `regard_dtype` of queries, and of keys and values unless noted otherwise below.
     pub dtype: i32,
     /// Type of the output; 0 for the type of the queries.
     pub out_dtype: i32,

@@ -11,7 +11,7 @@ fn scratch() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
 }
 
-/// Whether a program that the test needs is here. If not, the test says so and passes; CI has all
+/// Whether a program that the test needs is here. If not, the test prints so and passes; CI has all
 /// but maybe a C++ compiler.
 fn is_here(program: &str) -> bool {
     let here =

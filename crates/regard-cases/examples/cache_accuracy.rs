@@ -121,7 +121,7 @@ fn stored(
     // Which scale a row has.
     let (heads, head_of): (usize, Box<dyn Fn(usize) -> usize>) = match layout {
         Layout::Bshd => (second, Box::new(move |row| row % second)),
-        Layout::Bhsd => (first, Box::new(move |row| row / second % first)),
+        _ => (first, Box::new(move |row| row / second % first)),
     };
     let (count, scale_of): (usize, Box<dyn Fn(usize) -> usize>) = match granularity {
         Granularity::Tensor => (1, Box::new(|_| 0)),
@@ -141,7 +141,7 @@ fn stored(
     match (granularity, layout) {
         (Granularity::Tensor, _) => shape.fill(1),
         (Granularity::Head, Layout::Bshd) => shape = vec![1, 1, heads],
-        (Granularity::Head, Layout::Bhsd) => shape = vec![1, heads, 1],
+        (Granularity::Head, _) => shape = vec![1, heads, 1],
         _ => {}
     }
     Ok((codes, Some(Array::new(scales, &shape)?)))

@@ -8,6 +8,7 @@ use std::sync::Arc;
 /// The elements of an [`Array`]; clones share them.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum Data {
     F32(Arc<Vec<f32>>),
     F16(Arc<Vec<f16>>),

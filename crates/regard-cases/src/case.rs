@@ -5,6 +5,7 @@ use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, Tensor, Val
 
 /// The dimension order of `q`, `k`, `v` and `out` where they have a batch dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Layout {
     /// `[batch, sequence, head, dim]`.
     #[default]
@@ -15,6 +16,7 @@ pub enum Layout {
 
 /// The dimension order of paged `k` and `v`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum KvLayout {
     /// `[block, slot, head, dim]`.
     #[default]

@@ -215,7 +215,7 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
             (Dtype::F8_E4M3, DType::E4M3),
             (Dtype::F8_E5M2, DType::E5M2),
             (Dtype::I8, DType::I8),
-            // Until the options say what the bytes are.
+            // Until the options give the type of the bytes.
             (Dtype::U8, DType::Bool),
         ],
         "mask" => &[
@@ -305,6 +305,7 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
                 case.attention.q_offset = match offset(key, value)? {
                     KeyOffset::Same(offset) => QueryOffset::Same(offset),
                     KeyOffset::PerSequence(offsets) => QueryOffset::PerSequence(offsets),
+                    _ => return Err(wrong(key, value, "one position, or one per sequence")),
                 };
             }
             "key_offset" if !null => key_positions(case).offset = offset(key, value)?,
@@ -375,11 +376,16 @@ fn metadata(case: &Case) -> Result<Value, Error> {
         QueryOffset::PerSequence(offsets) => {
             set("q_offset", whole_numbers(offsets)?);
         }
+        _ => return Err(Error::argument("q_offset", "of another kind", "what a case file holds")),
     }
     if let Some(KeyPositions { offset, stride }) = &case.attention.key_positions {
         let offset = match offset {
             KeyOffset::Same(offset) => json!(offset),
             KeyOffset::PerSequence(offsets) => whole_numbers(offsets)?,
+            _ => {
+                let allowed = "what a case file holds";
+                return Err(Error::argument("key_offset", "of another kind", allowed));
+            }
         };
         set("key_offset", offset);
         set("key_stride", json!(stride));

@@ -63,7 +63,7 @@ pub fn list_with_caches() -> impl Iterator<Item = Spec> {
     list().chain(caches()).chain(selection()).chain(prefixes())
 }
 
-/// Those of sequences that share their first keys.
+/// Cases of sequences that share their first keys.
 pub fn prefixes() -> impl Iterator<Item = Spec> {
     prefixes::prefixes().into_iter().map(Spec::legal)
 }

@@ -33,7 +33,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Rows of the last dimension, contiguous; outer dimensions as `memory` says, with `padding`
+    /// Rows of the last dimension, contiguous; outer dimensions by `memory`, with `padding`
     /// elements after each row and each outer dimension.
     pub(crate) fn new(shape: &[usize], padding: usize, memory: &MemorySpec) -> Place {
         let outer = shape.len() - 1;

@@ -68,7 +68,7 @@ pub struct MaskSpec {
     pub broadcast: [bool; 4],
 }
 
-/// What an additive mask puts where a boolean one is false.
+/// The additive mask's number where a boolean mask is false.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hide {
     /// A normal number: nothing is hidden.
@@ -92,7 +92,7 @@ pub enum Hide {
     Extreme,
 }
 
-/// Rows and keys of a block of [`Hide::Blocks`]: whole tiles of any kernel lie inside.
+/// Rows and keys of a block of [`Hide::Blocks`]: whole tiles of any kernel are inside.
 pub const MASK_BLOCK: u64 = 384;
 
 /// The position of the first query row.
@@ -208,7 +208,7 @@ pub(crate) struct MaxLens {
     pub keys: usize,
 }
 
-/// Where keys and values lie.
+/// Where keys and values are.
 struct CachePlace {
     keys: Place,
     values: Place,
@@ -507,7 +507,7 @@ impl Spec {
         place.over(data(self.dtype, buffer))
     }
 
-    /// Where keys and values lie.
+    /// Where keys and values are.
     fn place_keys(&self) -> CachePlace {
         let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.max_lens().keys);
         let place = |outer: [usize; 3], (dim, memory): (usize, &_)| {

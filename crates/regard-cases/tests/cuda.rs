@@ -2,8 +2,8 @@
 //! regard-cases --features cuda`. `regard check --device cuda --cases --laws` does the same where
 //! there is no Rust.
 //!
-//! Without a GPU the tests pass and say SKIPPED. With `REGARD_CUDA_REQUIRED` set, a skipped test or
-//! law fails.
+//! Without a GPU the tests pass and print SKIPPED. With `REGARD_CUDA_REQUIRED` set, a skipped test
+//! or law fails.
 #![cfg(feature = "cuda")]
 
 use regard::Error;

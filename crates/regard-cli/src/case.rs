@@ -465,7 +465,7 @@ mod tests {
         let rows = 13 * 2 * (32 + 34);
         assert_eq!(bytes([1, 1, 1]), rows + 4);
         assert_eq!(bytes([1, 1, 2]), rows + 4 * 2);
-        // Nine keys lie in three pages of four, four in one.
+        // Nine keys are in three pages of four, four in one.
         assert_eq!(bytes([6, 1, 2]), rows + 4 * 2 * 4);
         assert_eq!(bytes([6, 4, 2]), rows + 4 * 2 * 13);
     }

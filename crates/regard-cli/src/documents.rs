@@ -7,13 +7,16 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// The Markdown files of the repository: at its root, in `docs` and `bench`, and beside crates.
+/// The Markdown files of the repository: at its root, in `docs`, `bench` and `fuzz`, and beside
+/// crates and examples.
 fn documents(root: &Path) -> Vec<PathBuf> {
-    let folders =
-        ["", "docs", "docs/perf", "bench/peers", "bench/results"].map(|folder| root.join(folder));
-    let crates = std::fs::read_dir(root.join("crates"))
-        .expect("crates")
-        .map(|entry| entry.expect("an entry").path());
+    let folders = ["", "docs", "docs/perf", "bench/peers", "bench/results", "fuzz"]
+        .map(|folder| root.join(folder));
+    let crates = ["crates", "examples"]
+        .into_iter()
+        .flat_map(|folder| std::fs::read_dir(root.join(folder)).expect("a folder"))
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| path.is_dir());
     folders
         .into_iter()
         .chain(crates)

@@ -76,7 +76,7 @@ fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Er
 /// The path of each input's result: the same name below `out`.
 ///
 /// # Errors
-/// If two inputs have the same name, or a result would overwrite an input, or lie in one of the
+/// If two inputs have the same name, or a result would overwrite an input, or be in one of the
 /// directories among the `arguments`, where it would be taken for a case the next time.
 pub fn outputs(inputs: &[Input], arguments: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, Error> {
     let outputs: Vec<_> = inputs.iter().map(|input| out.join(&input.name)).collect();

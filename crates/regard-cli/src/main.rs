@@ -277,7 +277,7 @@ struct BenchArguments {
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Draw throughput against length and the roofline; measures a series of lengths for it, unless
-    /// --lengths or --from says otherwise
+    /// --lengths or --from is given
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     /// Print the table as markdown

@@ -59,7 +59,7 @@ fn available(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The files that may say what the control groups of `/proc/self/cgroup` are limited to, from the
+/// The files that may limit what the control groups of `/proc/self/cgroup` are limited to, from the
 /// innermost group to the root: in a container the root is the container's.
 fn limit_files(groups: &str) -> Vec<String> {
     let mut files = Vec::new();

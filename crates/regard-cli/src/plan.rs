@@ -232,7 +232,7 @@ fn problem_json(problem: &Problem) -> Value {
         "tree": variant.tree,
         "key_positions": variant.key_positions.map(|layout| match layout {
             KeyLayout::Contiguous => "contiguous",
-            KeyLayout::RoundRobin => "round-robin",
+            _ => "round-robin",
         }),
         "key_lists": problem.key_lists.map(|lists| {
             let entries = match lists.entries {

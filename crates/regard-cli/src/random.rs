@@ -223,7 +223,7 @@ impl Report {
             text += &format!("failed {count}: {kind}\n");
         }
         if self.lost {
-            text += "the run ended early: the device's driver failed, and nothing can be said of \
+            text += "the run ended early: the device's driver failed, and nothing is known of \
                      what came after\n";
         }
         text + &format!("{} passed, {} failed\n", self.passed, self.failed)

@@ -14,7 +14,7 @@ use std::time::Duration;
 pub struct Request<'a> {
     /// Files and directories.
     pub files: &'a [PathBuf],
-    /// Where results go.
+    /// The folder of results.
     pub out: &'a Path,
     /// The device's name.
     pub device: &'a str,

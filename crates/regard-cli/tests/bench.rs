@@ -40,7 +40,7 @@ fn failed(output: &Output, status: i32, texts: &[&str]) {
         let found = text(&output.stderr);
         assert!(
             found.starts_with("error: ") && found.contains(wanted),
-            "{found}: does not say {wanted:?}"
+            "{found}: lacks {wanted:?}"
         );
     }
 }

@@ -3,7 +3,7 @@
 use crate::device::Device;
 use crate::rank::{Rank, terms};
 use crate::transport::{Exchange, Span, Transport};
-use crate::views::{Few, expect_contiguous, expect_dtype, expect_lse, expect_shape, span_of};
+use crate::views::{InlineVec, expect_contiguous, expect_dtype, expect_lse, expect_shape, span_of};
 use regard::{
     Attention, DType, Error, Inputs, Memory, Merge, Outputs, Plan, Problem, QueryOffset,
     QueryStorage, Tensor, TensorMut, Variant,
@@ -11,17 +11,18 @@ use regard::{
 
 /// Which queries a rank has before a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Queries {
-    /// Those of its own heads: a step begins by gathering them.
+    /// The queries of its own heads: a step begins by gathering them.
     Sharded,
-    /// Those of all heads.
+    /// The queries of all heads.
     Replicated,
 }
 
-/// What a step reads and writes on one rank. `tokens` stands for `B, Lq`, or for `total` where
+/// Operands of a step on one rank. `tokens` stands for `B, Lq`, or for `total` where
 /// sequences are ragged. Rank r has query heads `r * Hq / ranks..(r + 1) * Hq / ranks`.
 ///
-/// Heads are the outermost dimension of what is exchanged, so that the part of a rank lies in one
+/// Heads are the outermost dimension of what is exchanged, so that the part of a rank is in one
 /// piece and nothing is repacked. For one token per step this is also the order of a projection.
 #[derive(Debug)]
 pub struct DecodeStep<'a, M: Memory> {
@@ -217,7 +218,7 @@ impl<D: Device> ShardedDecode<D> {
         // step uses them.
         unsafe { rank.transport.all_to_all(device.compute(), &exchanges)? };
         let heads = layout.heads / self.ranks;
-        let parts = |dim| -> Few<usize> {
+        let parts = |dim| -> InlineVec<usize> {
             [self.ranks].into_iter().chain(layout.exchanged(heads, dim).iter().copied()).collect()
         };
         // SAFETY: the exchange has written all of both buffers when the merge runs.
@@ -290,7 +291,7 @@ impl<D: Device> ShardedDecode<D> {
 /// The rows of a step, of all heads: heads are outermost in memory.
 struct Layout {
     /// `[B, Lq]` or `[total]`.
-    tokens: Few<usize>,
+    tokens: InlineVec<usize>,
     heads: usize,
     rows: usize,
 }
@@ -302,12 +303,12 @@ impl Layout {
     }
 
     /// `[heads, tokens]`, and `dim` if there is one, in the order of memory.
-    fn exchanged(&self, heads: usize, dim: Option<usize>) -> Few<usize> {
+    fn exchanged(&self, heads: usize, dim: Option<usize>) -> InlineVec<usize> {
         [heads].into_iter().chain(self.tokens.iter().copied()).chain(dim).collect()
     }
 
     /// Shape and strides of `[tokens, heads]`, and `dim` if there is one, as regard has it.
-    fn attention(&self, dim: Option<usize>) -> (Few<usize>, Few<i64>) {
+    fn attention(&self, dim: Option<usize>) -> (InlineVec<usize>, InlineVec<i64>) {
         let shape = self.tokens.iter().copied().chain([self.heads]).chain(dim);
         let row = dim.unwrap_or(1);
         let head_stride = (self.rows / self.heads * row) as i64;

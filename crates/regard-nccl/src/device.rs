@@ -23,7 +23,7 @@ pub trait Device {
     /// The queue of transfers.
     fn transfers(&self) -> &Self::Queue;
 
-    /// What is queued for transfer from now on waits for the kernels that are queued now.
+    /// Transfers that are queued from now on wait for the kernels that are queued now.
     ///
     /// # Errors
     /// If the driver fails.

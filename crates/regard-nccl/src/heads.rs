@@ -9,7 +9,7 @@ use regard::{
     Tensor, TensorMut, Values,
 };
 
-/// What a head-parallel call reads and writes on one rank. Rank r has rows `r * rows..(r + 1) *
+/// Operands of a head-parallel call on one rank. Rank r has rows `r * rows..(r + 1) *
 /// rows` of the sequence. All tensors are contiguous, with heads outermost.
 #[derive(Debug)]
 pub struct HeadStep<'a, M: Memory> {
@@ -29,8 +29,8 @@ pub struct HeadStep<'a, M: Memory> {
 /// Attention of one sequence whose rows are spread over ranks, for models with enough heads: an
 /// all-to-all gives each rank all rows of some heads, and another one gives the results back.
 ///
-/// Both exchanges move memory in one piece per rank. What arrives is read as it lies: rank i's rows
-/// are entry i of a batch, and its keys are page i of all entries.
+/// Both exchanges move memory in one piece per rank. Received memory is read in place: rank i's
+/// rows are entry i of a batch, and its keys are page i of all entries.
 #[derive(Debug)]
 pub struct HeadParallel<D: Device> {
     plan: Plan,

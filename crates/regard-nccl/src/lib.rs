@@ -45,7 +45,7 @@
 //! });
 //! ```
 //!
-//! `docs/scaling.md` says which to use when, and what the links allow.
+//! `docs/scaling.md` compares them, and gives what the links allow.
 #![warn(missing_docs)]
 
 mod decode;

@@ -13,7 +13,7 @@ use regard::{
 };
 use schedule::{Call, Step, schedule};
 
-/// What a prefill reads and writes on one rank. `rows` are those of [`BalancedRows`]: the early
+/// Operands of a prefill on one rank. `rows` are those of [`BalancedRows`]: the early
 /// chunk, then the late one.
 #[derive(Debug)]
 pub struct RingStep<'a, M: Memory> {

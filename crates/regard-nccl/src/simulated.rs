@@ -124,7 +124,7 @@ impl Transport for Simulated {
             let parts = (0..size).flat_map(parts);
             parts.map(|(peer, span)| Message { peer, span: span.part(peer, size) }).collect()
         };
-        // SAFETY: the caller's promise; parts lie inside their spans.
+        // SAFETY: the caller's promise; parts are inside their spans.
         unsafe { self.exchange(queue, &messages(|x| x.from), &messages(|x| x.to)) }
     }
 

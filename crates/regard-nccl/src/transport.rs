@@ -29,7 +29,8 @@ pub struct Message {
     pub span: Span,
 }
 
-/// What an all-to-all moves: part r of `from` goes to rank r, and part r of `to` comes from there.
+/// The buffers of an all-to-all: part r of `from` goes to rank r, and part r of `to` comes from
+/// there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exchange {
     /// The memory to send, in as many equal parts as there are ranks.

@@ -7,14 +7,14 @@ use std::ops::{Deref, Range};
 
 /// The dimensions or strides of a tensor: a list that is not on the heap.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Few<T> {
+pub(crate) struct InlineVec<T> {
     items: [T; MAX_RANK],
     len: usize,
 }
 
-impl<T: Default + Copy> FromIterator<T> for Few<T> {
+impl<T: Default + Copy> FromIterator<T> for InlineVec<T> {
     fn from_iter<I: IntoIterator<Item = T>>(items: I) -> Self {
-        let mut few = Few { items: [T::default(); MAX_RANK], len: 0 };
+        let mut few = InlineVec { items: [T::default(); MAX_RANK], len: 0 };
         for item in items {
             few.items[few.len] = item;
             few.len += 1;
@@ -23,7 +23,7 @@ impl<T: Default + Copy> FromIterator<T> for Few<T> {
     }
 }
 
-impl<T> Deref for Few<T> {
+impl<T> Deref for InlineVec<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -39,9 +39,9 @@ pub(crate) fn expect_lse(planned: bool, lse: Option<&Dims>) -> Result<(), Error>
     if planned == lse.is_some() {
         return Ok(());
     }
-    let say = |given| if given { "given" } else { "not given" };
-    let allowed = format!("{}, as planned", say(planned));
-    Err(Error::argument("lse", say(lse.is_some()), allowed))
+    let word = |given| if given { "given" } else { "not given" };
+    let allowed = format!("{}, as planned", word(planned));
+    Err(Error::argument("lse", word(lse.is_some()), allowed))
 }
 
 /// The shape of a tensor must be this one.
@@ -60,7 +60,7 @@ pub(crate) fn expect_dtype(argument: &str, dims: &Dims, dtype: DType) -> Result<
     Err(Error::argument(argument, format!("of type {}", dims.dtype()), format!("{dtype}")))
 }
 
-/// Whether elements lie without gaps, in row-major order.
+/// Whether elements are contiguous, in row-major order.
 pub(crate) fn is_contiguous(dims: &Dims) -> bool {
     let mut step = 1;
     dims.is_empty()
@@ -72,7 +72,7 @@ pub(crate) fn is_contiguous(dims: &Dims) -> bool {
         })
 }
 
-/// A tensor that a transport reads or writes lies without gaps.
+/// A tensor that a transport reads or writes is contiguous.
 pub(crate) fn expect_contiguous(argument: &str, dims: &Dims) -> Result<(), Error> {
     if is_contiguous(dims) {
         return Ok(());
@@ -93,11 +93,11 @@ pub(crate) fn narrow<'a, D: Device>(
     dim: usize,
     range: &Range<usize>,
 ) -> Result<Tensor<'a, D::Memory>, Error> {
-    let mut shape: Few<usize> = tensor.shape().iter().copied().collect();
+    let mut shape: InlineVec<usize> = tensor.shape().iter().copied().collect();
     shape.items[dim] = range.len();
     let step = tensor.strides()[dim].wrapping_mul(tensor.dtype().size() as i64);
     let offset = step.wrapping_mul(range.start as i64);
     let address = D::tensor_address(tensor).wrapping_add_signed(offset);
-    // SAFETY: the callers' ranges lie inside the dimension, so the view is a part of the tensor.
+    // SAFETY: the callers' ranges are inside the dimension, so the view is a part of the tensor.
     unsafe { D::tensor(address, tensor.dtype(), &shape, Some(tensor.strides())) }
 }

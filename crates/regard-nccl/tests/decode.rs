@@ -222,11 +222,11 @@ fn run_rank<T: Number>(
     };
     let (k, v) = (keys.view(law, &keys.k, DIM), keys.view(law, &keys.v, VALUE_DIM));
     let q = match law.queries {
-        Queries::Replicated => law.view(&whole.q, Some(DIM)),
         Queries::Sharded => {
             let own = &whole.q[number * heads * tokens * DIM..][..heads * tokens * DIM];
             Tensor::from_slice(own, &law.heads_first(heads, Some(DIM)), None)?
         }
+        _ => law.view(&whole.q, Some(DIM)),
     };
     let inputs = Inputs::new(law.view(&whole.q, Some(DIM)), k, v, attention);
     let problem = Problem::from_inputs(&inputs, T::DTYPE, true)?;

@@ -167,7 +167,7 @@ fn measured_times_are_predicted() {
     }
 }
 
-/// Prints what docs/scaling.md says of more GPUs, and holds it to what physics allows.
+/// Prints the estimates of docs/scaling.md for more GPUs, and holds it to what physics allows.
 #[test]
 fn more_gpus_are_predicted() {
     for (keys, batch) in [(1048576.0, 1.0), (1048576.0, 8.0), (10485760.0, 1.0)] {

@@ -104,7 +104,7 @@ impl fmt::Display for Type {
     }
 }
 
-/// What keeps the memory of an array alive.
+/// The owner of an array's memory.
 enum Owner {
     Versioned(NonNull<dlpack::ManagedVersioned>),
     Legacy(NonNull<dlpack::Managed>),
@@ -163,7 +163,7 @@ pub struct Array {
     _owner: Owner,
 }
 
-/// What all protocols tell.
+/// The facts that all protocols give.
 struct Facts {
     data: *mut u8,
     dtype: Type,

@@ -98,7 +98,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 ///     scores, in natural units).
 /// alibi_slopes: f32 `[Hq]`: slope * distance in positions is subtracted from scores.
 /// sinks: f32 `[Hq]`: one more logit in each head's denominator, in natural units.
-/// tree_mask: i32 `[B, Lq, ceil(Lq / 32)]`: bit t % 32 of word t / 32 says whether a row sees new
+/// tree_mask: i32 `[B, Lq, ceil(Lq / 32)]`: bit t % 32 of word t / 32 is set if a row sees new
 ///     token t; replaces `causal`.
 /// kv_lens: i32 `[B]`: keys in use.
 /// cu_seqlens_q, cu_seqlens_k: i32 `[B + 1]`, from 0 up: rows of each sequence of a ragged batch.
@@ -215,7 +215,7 @@ pub fn describe(array: &Bound<'_, PyAny>) -> PyResult<(String, Vec<usize>, Vec<i
     Ok((name, array.shape().to_vec(), array.strides().to_vec(), array.place.to_string()))
 }
 
-/// The names of this machine's NVIDIA GPUs; `Refusal` says why there are none.
+/// The names of this machine's NVIDIA GPUs; `Refusal` gives the reason if there are none.
 #[pyfunction]
 pub fn cuda_devices() -> PyResult<Vec<String>> {
     let gpus = regard::cuda::gpus().map_err(crate::errors::Fault)?;

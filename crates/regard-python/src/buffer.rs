@@ -115,7 +115,7 @@ impl Buffer {
     }
 }
 
-/// What a capsule owns: the struct that consumers see comes first.
+/// The contents of a capsule: the struct that consumers see comes first.
 #[repr(C)]
 struct Exported {
     managed: dlpack::Managed,

@@ -30,7 +30,7 @@ pub struct Append {
     pub rotary_table: Option<Array>,
     /// Whether neighbours make a pair, or the halves do.
     pub interleaved: bool,
-    /// `[total, Hq, Dk]`, rotated where they lie.
+    /// `[total, Hq, Dk]`, rotated in place.
     pub query: Option<Array>,
     /// Scales of a key pool of codes.
     pub k_scales: Option<Scales>,
@@ -153,7 +153,7 @@ impl Append {
 ///     keys are rotated on the way (RoPE), their first dims elements.
 /// interleaved: neighbours make a pair (x[2i], x[2i + 1]), else the halves do (x[i],
 ///     x[i + dims / 2]).
-/// query: `[total, Hq, Dk]`, rotated where it lies.
+/// query: `[total, Hq, Dk]`, rotated in place.
 /// k_scales, v_scales: f32, for pools of "e4m3", "e5m2" and "i8": `[blocks, block_size, Hkv]`, any
 ///     of these 1. They are read, and numbers beyond the largest code saturate.
 /// dynamic_k_scales, dynamic_v_scales: scales are computed, one per token and head (the largest
@@ -196,7 +196,7 @@ pub fn append<'py>(
 ///     as for `append`.
 /// dynamic_k_scales: as for `append`; on the CPU only.
 /// rotary_table: as for `append`; as many of the last dims are rotated as it has.
-/// query: `[total, Hq, Dk]`, whose last dims are rotated where they lie.
+/// query: `[total, Hq, Dk]`, whose last dims are rotated in place.
 #[pyfunction]
 #[pyo3(
     signature = (key, key_pool, block_table, kv_lens, **options),

@@ -255,7 +255,7 @@ pub fn expect_stream(stream: u64, ordinal: i32) -> Result<(), Fault> {
 /// If it is on none.
 pub fn ordinal_of(name: &str, address: u64, object: &Bound<'_, PyAny>) -> PyResult<i32> {
     let py = object.py();
-    // CuPy says it, and faster than the driver.
+    // CuPy reports it, and faster than the driver.
     if let Some(device) = object.getattr_opt(intern!(py, "device"))?
         && let Some(id) = device.getattr_opt(intern!(py, "id"))?
         && let Ok(id) = id.extract()

@@ -79,7 +79,7 @@ impl View for regard::cuda::DeviceMemory {
     }
 }
 
-/// How arrays lie, and bounds of lengths that only a GPU knows.
+/// The layout of arrays, and bounds of lengths that only a GPU knows.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Choices {
     /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
@@ -98,7 +98,7 @@ pub struct Choices {
     pub max_kv_len: Option<usize>,
 }
 
-/// What is fixed when a plan is made.
+/// The operands that are fixed when a plan is made.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fixed {
     /// Numbers; there is no array, and every run has its own offset.
@@ -185,7 +185,7 @@ pub struct Call<'py> {
     pub v: Option<Array>,
     /// All other operands.
     pub attention: Attention<Array>,
-    /// How arrays lie.
+    /// The layout of arrays.
     pub choices: Choices,
     /// The others.
     pub extra: Extra<'py>,
@@ -233,7 +233,7 @@ impl<'py> Call<'py> {
         Ok(call)
     }
 
-    /// What a plan of this call fixes.
+    /// The fixed operands of a plan of this call.
     pub fn fixed(&self) -> Fixed {
         let Ok(numbers) = self.attention.as_ref().try_filter_map(|_, _| Ok::<_, Infallible>(None));
         let key_positions = self
@@ -533,7 +533,7 @@ pub fn out_dtype(value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
     dtype("out_dtype", value).map(Some)
 }
 
-/// A cache's format by its name, or `None` for what the array says.
+/// A cache's format by its name, or `None` for the array's own type.
 ///
 /// # Errors
 /// If it is none.

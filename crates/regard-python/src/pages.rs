@@ -166,7 +166,7 @@ impl PageAllocator {
         Ok(Sequence { id: forked.map_err(Fault)? })
     }
 
-    /// Makes room for more tokens and says where they go.
+    /// Makes room for more tokens and returns their slots.
     fn append(&self, sequence: &Bound<'_, Sequence>, tokens: usize) -> PyResult<Appended> {
         let mut pages = self.lock();
         let block_size = pages.block_size();

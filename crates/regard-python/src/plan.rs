@@ -164,7 +164,7 @@ impl Planned {
 /// How attention of arrays like these runs on their device: made once, run many times without
 /// allocating.
 ///
-/// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write
+/// Arguments are those of `attention`, without `out` and `stream`; `lse` is whether runs write
 /// it. Arrays are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set
 /// others). Numbers (scale, causal, window, chunk, softcap, key_stride, layouts) are fixed for all
 /// runs.
@@ -263,7 +263,7 @@ impl Plan {
         Ok(crate::device::prepare(&self.planned.plan, ordinal, stream)?)
     }
 
-    /// What will run and why, in a few lines.
+    /// The kernels that will run and the reasons, in a few lines.
     fn explain(&self) -> String {
         self.planned.plan.explain()
     }

@@ -38,9 +38,9 @@ def test_signatures():
     functions["Plan.run"] = stubs(stubs(STUB.body)["Plan"].body)["run"]
     for name, node in functions.items():
         found = eval(f"compiled.{name}")  # noqa: S307: names of this file
-        said = [p for p in inspect.signature(found).parameters if p != "self"]
+        documented = [p for p in inspect.signature(found).parameters if p != "self"]
         typed = [argument.arg for argument in node.args.args + node.args.kwonlyargs if argument.arg not in ("self", "cls")]
-        assert sorted(said) == sorted(typed), name
+        assert sorted(documented) == sorted(typed), name
 
 
 def test_documentation():

@@ -51,6 +51,7 @@ pub struct Append<'a, M: Memory = Host> {
 
 /// The scales of a pool of `e4m3`, `e5m2` or `i8`: a value is its code times its scale.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum AppendScales<'a, M: Memory = Host> {
     /// Given: `f32`, broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1),
     /// finite and not negative.

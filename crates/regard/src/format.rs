@@ -119,7 +119,7 @@ fn sign_bit(x: f32) -> u8 {
 }
 
 /// The bits of exponent and mantissa of the nearest number, ties to even, in a format with
-/// `mantissa_bits` mantissa bits and smallest normal number 2^`least_exponent`. `magnitude` does
+/// `mantissa_bits` mantissa bits and smallest normal number 2^`min_exponent`. `magnitude` does
 /// not exceed the largest number.
 fn nearest_code(magnitude: f32, mantissa_bits: u32, min_exponent: i32) -> u8 {
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(min_exponent);

@@ -21,7 +21,7 @@ pub struct Plan {
     backend: Arc<dyn BackendPlan>,
 }
 
-/// What a backend decided for a problem.
+/// The decisions of a backend for a problem.
 #[derive(Debug)]
 pub(crate) struct Selection<B> {
     /// The kernel and its tile.

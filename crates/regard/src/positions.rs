@@ -1,5 +1,5 @@
-//! Positions of keys: keys of a sequence may be spread over devices, and a shard says at which
-//! positions its keys are.
+//! Positions of keys: keys of a sequence may be spread over devices, and a shard has its own
+//! positions.
 
 use crate::error::Error;
 use crate::expect::one_of;
@@ -7,7 +7,7 @@ use crate::expect::one_of;
 /// The largest [`KeyPositions::stride`]: 2^15. Kernels divide positions by it within 64 bits.
 pub const MAX_KEY_STRIDE: usize = 1 << 15;
 
-/// Where the keys of a call are: key j of a sequence is at position `offset + stride * j`.
+/// Positions of the keys of a call: key j of a sequence is at position `offset + stride * j`.
 /// Causality, windows, chunks and ALiBi count from positions; masks, key lists and lengths count
 /// keys of the call.
 ///
@@ -35,6 +35,7 @@ pub struct KeyPositions<T> {
 
 /// The position of a sequence's first key.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub enum KeyOffset<T> {
     /// The same for every sequence; may be negative. From -2^31 to 2^31 - 1, as if it were in a
     /// tensor.
@@ -81,6 +82,7 @@ impl<T> KeyPositions<T> {
 
 /// How the keys of a sequence are divided among devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum KeyLayout {
     /// Each device has keys of consecutive positions: the stride is 1.
     Contiguous,

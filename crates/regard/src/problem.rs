@@ -95,13 +95,13 @@ pub struct KeyLists {
     pub len: usize,
     /// Whether there is a list per key/value head.
     pub per_head: bool,
-    /// What the lists list.
+    /// The kind of entries.
     pub entries: ListEntries,
     /// Entries of the longest second list, into a second cache, if there are second lists.
     pub second: Option<usize>,
 }
 
-/// What lists of keys list.
+/// The kind of entries in lists of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 #[non_exhaustive]
 pub enum ListEntries {
@@ -405,11 +405,11 @@ impl Problem {
             Err(Error::argument(argument, found, format!("at most {planned}, as planned")))
         }
         fn given(argument: &str, planned: bool, found: bool) -> Result<(), Error> {
-            let say = |given| if given { "given" } else { "not given" };
+            let word = |given| if given { "given" } else { "not given" };
             if planned == found {
                 return Ok(());
             }
-            Err(Error::argument(argument, say(found), format!("{}, as planned", say(planned))))
+            Err(Error::argument(argument, word(found), format!("{}, as planned", word(planned))))
         }
         same("query_heads", &self.query_heads, &other.query_heads)?;
         same("kv_heads", &self.kv_heads, &other.kv_heads)?;

@@ -22,6 +22,7 @@ pub struct Window {
 
 /// The position of a sequence's first query row among its keys.
 #[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
 pub enum QueryOffset<T> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]
@@ -412,7 +413,7 @@ pub struct Variant {
 impl Variant {
     /// Whether a score that is kept is its dot product times the scale, and all keys of a range are
     /// kept: no softcap, bias, mask or tree.
-    pub(crate) fn has_bare_scores(&self) -> bool {
+    pub(crate) fn has_unmodified_scores(&self) -> bool {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 

@@ -24,7 +24,7 @@ fn a_dense_cache_takes_new_tokens() {
     quantized_appends::check_dense_cache(&mut |append| cpu.append(append));
 }
 
-/// What an append to pools of these formats is refused with.
+/// The refusal of an append to pools of these formats.
 fn refusal<K: Element + Default, V: Element + Default>(
     dim: usize,
     k_scales: Option<AppendScales>,

@@ -21,7 +21,7 @@ thread_local! {
 }
 
 /// Counts this thread's allocations, and has no more than a tebibyte: systems and sanitizers differ
-/// in what they say to more.
+/// in their texts to more.
 struct Counting;
 
 // SAFETY: every call goes to the system allocator unchanged.
@@ -72,7 +72,7 @@ fn ints<const N: usize>(values: &'static [i32], shape: [usize; N]) -> Tensor<'st
     Tensor::new(values, shape).expect("a contiguous view")
 }
 
-/// A view that repeats one row of `F32` as often as `shape` says.
+/// A view that repeats one row of `F32` as often as `shape` has it.
 fn claiming<const N: usize>(shape: [usize; N]) -> Tensor<'static> {
     let mut strides = [0; N];
     strides[N - 1] = 1;
@@ -629,7 +629,7 @@ fn nothing_to_do_is_fine() {
     }));
 }
 
-/// What the dense problem answers to these outputs.
+/// The error of the dense problem for these outputs.
 fn run_dense(out: TensorMut, lse: Option<TensorMut>) -> Error {
     let inputs = dense();
     let plan = host_plan(&Problem { lse: lse.is_some(), ..dense_problem() });
@@ -673,7 +673,7 @@ fn outputs() {
     assert!(out.iter().chain(&lse).all(|&x| x == SENTINEL));
 }
 
-/// What running the dense inputs under another problem's plan answers.
+/// The error of the dense inputs under another problem's plan.
 fn run_under(problem: &Problem) -> Result<(), Error> {
     let plan = host_plan(problem);
     let mut out = [SENTINEL; 96];

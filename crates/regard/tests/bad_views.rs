@@ -1,4 +1,4 @@
-//! Views that do not fit their slice: the message says what they reach, and what there is.
+//! Views that do not fit their slice: the message has what they reach, and what there is.
 
 mod expect;
 
@@ -126,7 +126,7 @@ fn a_permutation_that_repeats_a_dimension() {
     let _ = floats([2, 3, 4, 8]).permute([0, 0, 1, 2]);
 }
 
-/// Whether reading the element at `index` panics, with the message that says so.
+/// Whether reading the element at `index` panics, with that message.
 fn panics_at(tensor: Tensor, index: &[usize]) {
     let result = std::panic::catch_unwind(|| tensor.at(index));
     let payload = result.map(|value| panic!("{index:?} of {tensor:?} is {value}")).unwrap_err();
@@ -259,7 +259,7 @@ fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
 
-/// Metal binds a buffer from the first element on, so what lies before it would be out of the
+/// Metal binds a buffer from the first element on, so what is before it would be out of the
 /// kernel's reach.
 #[test]
 fn views_that_run_backwards_are_refused_for_metal() {

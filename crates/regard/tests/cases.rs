@@ -27,7 +27,7 @@ fn on_every_level(specs: &[Spec]) {
         let case = spec.generate();
         let checker = Checker::new(&case, support::judged_rows())
             .map_err(|failure| format!("{}: {failure}", spec.name))?;
-        // Poison is only where nobody looks, or the oracle would show it.
+        // Poison is only where nothing reads, or the oracle would show it.
         if !checker.judge().reference().out.iter().all(|x| x.is_finite()) {
             return Err(format!("{}: the oracle sees poison", spec.name));
         }

@@ -1,4 +1,4 @@
-//! What the CUDA interface checks and refuses before any GPU is touched: here there need not be
+//! Checks and refusals of the CUDA interface before any GPU is touched: here there need not be
 //! one. Addresses are made up.
 #![cfg(feature = "cuda")]
 

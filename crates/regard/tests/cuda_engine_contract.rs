@@ -2,7 +2,7 @@
 //! captured once and replayed with new lengths, tables and pages; a run allocates nothing and waits
 //! for nothing (a stream that is captured allows neither); a refusal comes before any launch.
 //!
-//! Without a GPU the test passes and says SKIPPED. With `REGARD_CUDA_REQUIRED` set it fails.
+//! Without a GPU the test passes and print SKIPPED. With `REGARD_CUDA_REQUIRED` set it fails.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
@@ -196,7 +196,7 @@ impl<T: Element> Engine<T> {
         unsafe { self.gpu.append_raw(stream.cu_stream(), &mut append) }
     }
 
-    /// Attention of so many rows, all that the tables do not say being as planned.
+    /// Attention of so many rows, all that the tables lack being as planned.
     fn run(&self, rows: usize, softcap: Option<f32>, bytes: usize) -> Result<(), Error> {
         let stream = &*self.stream;
         let packed = view(&self.tables, stream, DType::I32, &[LAYOUT.len()])?;

@@ -14,7 +14,7 @@ use std::fmt::Write;
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/decisions.txt");
 const WRITE: &str = "REGARD_WRITE_DECISIONS";
 
-/// Machines whose facts are written here: the file says the same wherever it is made.
+/// Machines whose facts are written here: the file is the same on every machine.
 fn machines() -> Vec<Machine> {
     let cpu = |level: Level, threads, l2_kib: usize, l3_mib: usize| Machine {
         name: format!("{level}-{threads}"),
@@ -290,7 +290,7 @@ fn decision(problem: &Problem, machine: &Machine) -> String {
 
 fn table() -> String {
     let mut text = String::from(
-        "What runs for a problem (bf16 and causal unless it says otherwise) on a machine: \
+        "The plan for a problem (bf16 and causal unless noted otherwise) on a machine: \
          kernel, tile, how keys are split,\n\
          threads, workspace. Made by tests/decisions.rs.\n",
     );

@@ -70,7 +70,7 @@ fn nan_in_unused_value_slots_leaks() {
 
 #[test]
 fn causal_alignment_surprises_when_lengths_differ() {
-    // flash-attention#517, mlx#2967: the last query sees the last key, and q_offset says otherwise
+    // flash-attention#517, mlx#2967: the last query sees the last key, and q_offset is another
     // where that is not meant.
     let bottom_right = Spec { causal: true, ..spec("bottom-right").lengths(&[(3, 9)]) };
     let explicit = Spec { offset: OffsetSpec::Same(6), ..bottom_right.clone() };
@@ -229,7 +229,7 @@ fn padded_blocks_are_live_under_a_larger_plan() {
 
 #[test]
 fn a_slow_path_is_taken_in_silence() {
-    // mlx#3658: what cannot run says so; what runs is named.
+    // mlx#3658: what cannot run is refused; what runs is named.
     let case = spec("explained").generate();
     case.run(|inputs, outputs| {
         let problem = Problem::from_operands(inputs, outputs)?;
@@ -360,7 +360,7 @@ fn an_additive_mask_is_squeezed_through_f16() {
 
 #[test]
 fn more_scratch_is_needed_than_there_is() {
-    // The largest head dims run in what the plan says, on every level.
+    // The largest head dims run in the kernel of the plan, on every level.
     for (head_dim, value_dim) in [(576, 576), (576, 512), (1, 576)] {
         let base = spec("scratch").heads(16, 1).dims(head_dim, value_dim);
         check(Spec { causal: true, ..base.clone().lengths(&[(40, 130)]) });
@@ -556,7 +556,7 @@ fn sums_over_many_equal_keys_stray() {
 
 #[test]
 fn nan_in_a_key_is_lost() {
-    // Rows that see it are NaN, and a check says so of a kernel that hides it; other sequences and
+    // Rows that see it are NaN, and a check reports a kernel that hides it; other sequences and
     // heads are not touched.
     for q_len in [1, 20, 80] {
         let mut case = spec("nan-key").lengths(&[(q_len, 90), (q_len, 90)]).heads(2, 2).generate();

@@ -72,8 +72,8 @@ fn values_that_are_no_prefix_of_the_keys() {
     let (queries, cache) = (vec![0.5f32; 4 * 16], vec![0.25f32; 40 * 16]);
     let q = Tensor::new(&queries, [1, 1, 4, 16]).unwrap();
     let k = Tensor::new(&cache[..20 * 16], [1, 20, 1, 16]).unwrap();
-    let said = || Attention { values: Values::KeyPrefix, ..Attention::causal() };
-    let with = |v| Inputs::new(q, k, v, said());
+    let attention = || Attention { values: Values::KeyPrefix, ..Attention::causal() };
+    let with = |v| Inputs::new(q, k, v, attention());
 
     run(&with(k.prefix(8).unwrap()), 8).unwrap();
     run(&with(k), 16).unwrap();

@@ -1,5 +1,5 @@
 //! Laws that hold for any numbers: what must not change a result does not, to the bit where
-//! the contract says so.
+//! the contract requires it.
 
 #[path = "support/dequantized.rs"]
 mod dequantized;

@@ -1,4 +1,4 @@
-//! The layers of the source: a module uses only what lies below it, and no files import each other
+//! The layers of the source: a module uses only what is below it, and no files import each other
 //! in a circle.
 //!
 //! Paths are read from the text: `use` declarations, and paths that start with `crate`, `self`,

@@ -23,6 +23,7 @@ fn scales_on_metal<'a>(
     let moved = |scales: &'a mut AppendScales| match scales {
         AppendScales::Static(tensor) => operand(tensor).map(AppendScales::Static),
         AppendScales::Dynamic(tensor) => operand_mut(tensor).map(AppendScales::Dynamic),
+        _ => unreachable!("no other kind is made here"),
     };
     scales.as_mut().map(moved).transpose()
 }

@@ -90,7 +90,7 @@ impl Upload {
     }
 
     fn download(&self) {
-        // SAFETY: it is a copy of a tensor that the test writes, and of what lies between its
+        // SAFETY: it is a copy of a tensor that the test writes, and of what is between its
         // elements.
         unsafe { (self.host as *mut u8).copy_from(self.memory(), self.bytes) };
     }
@@ -185,6 +185,7 @@ fn upload_scales(gpu: &Gpu, scales: &mut Option<AppendScales>) -> Option<(Upload
     match scales.as_mut()? {
         AppendScales::Static(tensor) => Some((Upload::read(gpu, tensor), false)),
         AppendScales::Dynamic(tensor) => Some((Upload::written(gpu, tensor), true)),
+        _ => None,
     }
 }
 

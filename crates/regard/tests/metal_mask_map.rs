@@ -115,7 +115,7 @@ fn unmapped(dispatch: &Dispatch) -> Dispatch {
 /// The bytes of a map where a dispatch writes or reads it.
 fn bytes<'a>(dispatch: &Dispatch) -> &'a mut [u8] {
     let map = dispatch.buffers[18].expect("the map is bound");
-    // SAFETY: it lies in the workspace of the run, and nothing else uses it between dispatches.
+    // SAFETY: it is in the workspace of the run, and nothing else uses it between dispatches.
     unsafe { std::slice::from_raw_parts_mut(map.address as *mut u8, map.bytes) }
 }
 

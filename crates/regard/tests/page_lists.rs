@@ -202,14 +202,14 @@ fn bad_page_lists_are_errors_that_name_the_argument() {
         ("`page_numbers` is given", with(&|a| (a.page_indices, a.page_list_lens) = (None, None))),
         ("`page_list_lens` is given", with(&|a| (a.page_indices, a.page_numbers) = (None, None))),
     ] {
-        assert!(found.contains(what), "{found:?} does not say {what:?}");
+        assert!(found.contains(what), "{found:?} lacks {what:?}");
     }
     let mut case = numbered;
     case.k = Array::new(vec![0.0f32; 20 * 2 * 32], &[20, 2, 32]).unwrap();
     assert!(message(&case).contains("`k`"));
 }
 
-/// Nothing else says where keys are, and what needs positions needs numbers of pages.
+/// Nothing else tells where keys are, and what needs positions needs numbers of pages.
 #[test]
 fn page_lists_stand_alone() {
     type Change = fn(&mut Attention<Array>);
@@ -244,7 +244,7 @@ fn page_lists_stand_alone() {
                 ListEntries::Pages => {
                     let found = message(&case);
                     assert!(found.contains(&format!("`{argument}`")), "{found:?}: {argument}");
-                    assert!(found.contains("page_numbers"), "{found:?} does not say why");
+                    assert!(found.contains("page_numbers"), "{found:?} does not give the reason");
                 }
                 _ => {
                     support::run(&case, &support::machine(regard::cpu::Level::Scalar, 1));
@@ -256,7 +256,7 @@ fn page_lists_stand_alone() {
             change(&mut case.attention);
             let found = message(&case);
             assert!(found.contains(&format!("`{argument}`")), "{found:?}: {argument}");
-            assert!(found.contains("page_indices"), "{found:?} does not say why");
+            assert!(found.contains("page_indices"), "{found:?} does not give the reason");
         }
     }
 }
@@ -287,6 +287,6 @@ fn a_plan_takes_no_page_lists_but_those_it_is_for() {
         (ListSpec { per_head: true, ..lists }, "`page_indices` is one list per sequence;"),
     ] {
         let found = run(&planned(planned_for), lists).unwrap_err();
-        assert!(found.contains(what), "{found:?} does not say {what:?}");
+        assert!(found.contains(what), "{found:?} lacks {what:?}");
     }
 }

@@ -124,7 +124,7 @@ fn bad_groups_are_errors() {
     }
 }
 
-/// A plan says what it does with groups, and takes as many as it was made for.
+/// A plan explains its use of groups, and takes as many as it was made for.
 #[test]
 fn plans_bound_groups() {
     let problem = Problem {

@@ -48,7 +48,7 @@ impl Work {
     }
 }
 
-/// Forks; the child does `work`, and ends with status 0 if that says true. It has ten seconds.
+/// Forks; the child does `work`, and ends with status 0 if that is true. It has ten seconds.
 fn child(work: impl FnOnce() -> bool) -> libc::pid_t {
     // SAFETY: the child uses nothing that another thread of this process may have locked, but for
     // what is tested and the allocator, which the C library makes usable in a child; it ends
@@ -186,8 +186,8 @@ fn forbid_threads() {
     // What the allocator keeps for later must not be what a stack needs; it has enough of its own
     // for small things.
     drop(std::hint::black_box(vec![1u8; 8 << 20]));
-    let status = std::fs::read_to_string("/proc/self/status").expect("Linux says");
-    let line = status.lines().find(|line| line.starts_with("VmSize:")).expect("Linux says");
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux reports it");
+    let line = status.lines().find(|line| line.starts_with("VmSize:")).expect("Linux reports it");
     let kib: u64 =
         line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number of KiB");
     let bytes = (kib << 10) + (1 << 20);

@@ -103,7 +103,7 @@ fn bad_second_lists_are_errors_that_name_the_argument() {
             })
         }),
     ] {
-        assert!(found.contains(what), "{found:?} does not say {what:?}");
+        assert!(found.contains(what), "{found:?} lacks {what:?}");
     }
 }
 

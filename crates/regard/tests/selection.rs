@@ -189,7 +189,7 @@ fn bad_lists_are_errors_that_name_the_argument() {
             with(&|a| (a.key_indices, a.indices_are_slots) = (None, true))
         }),
     ] {
-        assert!(found.contains(what), "{found:?} does not say {what:?}");
+        assert!(found.contains(what), "{found:?} lacks {what:?}");
     }
 }
 
@@ -224,7 +224,7 @@ fn physical_slots_take_nothing_that_needs_positions() {
         change(&mut case.attention);
         let found = message(&case);
         assert!(found.contains(&format!("`{argument}`")), "{found:?} does not name {argument}");
-        assert!(found.contains("indices_are_slots"), "{found:?} does not say why");
+        assert!(found.contains("indices_are_slots"), "{found:?} does not give the reason");
     }
     let mut case = base;
     case.k = Array::new(vec![0.0f32; 20 * 2 * 32], &[20, 2, 32]).unwrap();
@@ -261,7 +261,7 @@ fn a_plan_takes_no_lists_but_those_it_is_for() {
         ),
     ] {
         let found = run(&planned(plan), given).unwrap_err();
-        assert!(found.contains(what), "{found:?} does not say {what:?}");
+        assert!(found.contains(what), "{found:?} lacks {what:?}");
     }
 }
 

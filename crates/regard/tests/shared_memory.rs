@@ -17,7 +17,7 @@ fn outputs_that_share_memory() {
     // q at 0, k at 192, v at 352, room for out at 432 and for lse at 528, sinks at 596.
     let mut memory = [SENTINEL; 600];
     let start = memory.as_mut_ptr();
-    // SAFETY: every view lies in `memory`. The overlapping ones break the contract of `from_raw` on
+    // SAFETY: every view is in `memory`. The overlapping ones break the contract of `from_raw` on
     // purpose; nothing reads or writes through them, because they are refused.
     let read = |at: usize, shape: &[usize]| unsafe {
         Tensor::from_raw(start.add(at).cast(), DType::F32, shape, None).expect("contiguous")
@@ -64,7 +64,7 @@ fn a_workspace_that_shares_memory() {
     let mut memory = vec![SENTINEL; 7 * step];
     let length = memory.len();
     let start = memory.as_mut_ptr();
-    // SAFETY: every view lies in `memory`. Where the workspace overlaps one, nothing reads or
+    // SAFETY: every view is in `memory`. Where the workspace overlaps one, nothing reads or
     // writes through either, because it is refused.
     let read = |i: usize, shape: &[usize]| unsafe {
         Tensor::from_raw(start.add(i * step).cast(), DType::F32, shape, None).expect("contiguous")

@@ -18,7 +18,7 @@ fn rows(purpose: usize, tokens: impl IntoIterator<Item = usize>, width: usize) -
     tokens.into_iter().flat_map(|token| (0..width).map(move |i| value(purpose, token, i))).collect()
 }
 
-/// Keys and values as a step says: copies first, then the new tokens.
+/// Keys and values of a step: copies first, then the new tokens.
 struct Pool {
     keys: Vec<f32>,
     values: Vec<f32>,

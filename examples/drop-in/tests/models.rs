@@ -20,7 +20,7 @@ const STEPS: [usize; 8] = [13, 1, 1, 1, 6, 1, 1, 1];
 const BATCH: usize = 2;
 
 /// A model with its cache: logits `[batch, vocabulary]` of the last of these tokens `[batch, n]`,
-/// which follow as many as the number says.
+/// which follow as many as the number.
 type Forward = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 /// Weights as an initialization draws them, of the names that a model asks for.

@@ -406,7 +406,7 @@ impl<'a> Engine<'a> {
         if !self.settings.share_prefixes {
             return Beginning::Nowhere;
         }
-        // The last token is computed in any case: its row says what comes next.
+        // The last token is computed in any case: its row has the next token.
         let most = &job.tokens[..job.tokens.len() - 1];
         let here = self
             .running

@@ -20,7 +20,7 @@ pub struct Text {
 }
 
 impl Text {
-    /// What the file says.
+    /// The text of the file.
     ///
     /// # Errors
     /// If it has no tokenizer that candle can make.

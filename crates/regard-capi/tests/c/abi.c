@@ -230,7 +230,7 @@ static void decode(void) {
     variant capped = {0.5, 2, sinks, slopes, 11};
     plan_and_run(&more, NULL, &capped);
 
-    /* The problem says all of that; a plan for a larger one runs it too. */
+    /* The problem has all of that; a plan for a larger one runs it too. */
     regard_problem problem;
     memset(&problem, 0xff, sizeof problem);
     problem.size = sizeof problem;
@@ -534,7 +534,7 @@ static void refusals_and_devices(void) {
     EXPECT_ERROR(regard_can_implement(&problem, &device, &reason), REGARD_STATUS_ARGUMENT, "`device.machine` is \"h200\", which is no CPU");
     device.kind = REGARD_DEVICE_KIND_CUDA;
     EXPECT(regard_machine_facts(&device) != NULL && strstr(regard_machine_facts(&device), "sm_90") != NULL);
-    /* A GPU that is not here: nothing runs on it, and the reason says so. */
+    /* A GPU that is not here: nothing runs on it, and the reason names it. */
     device.machine = NULL;
     device.ordinal = 1000;
     regard_plan *plan = (regard_plan *)&device;

@@ -1,7 +1,7 @@
 // A serving engine's step over the C interface: continuous batching on a paged cache.
 //
 // Prepared once: a plan for the largest step, a workspace, the pools. Every step then has other sequences, lengths, tables and
-// pages. docs/engine-contract.md says what an engine may rely on. Compiled and run by tests/abi.rs.
+// pages. docs/engine-contract.md has what an engine may rely on. Compiled and run by tests/abi.rs.
 
 #include <regard.h>
 
@@ -162,7 +162,7 @@ private:
 
     // Attention of a layer, by the plan that was made once.
     regard_status attend(int layer, const Tables &step) {
-        Tables &tables = const_cast<Tables &>(step); // tensors do not say that inputs are only read
+        Tables &tables = const_cast<Tables &>(step); // tensors do not mark inputs as only read
         const int64_t batch = (int64_t)tables.kv_lens.size();
         const int64_t rows[] = {tables.cu_seqlens_q.back(), QUERY_HEADS, DIM};
         const int64_t pool[] = {BLOCKS, BLOCK_SIZE, KV_HEADS, DIM};

@@ -44,7 +44,7 @@ static guarded guard(size_t bytes, int at_end) {
 
 static void unguard(guarded g) { munmap(g.base, g.mapped); }
 
-enum { MOST_TENSORS = 12 };
+enum { MAX_TENSORS = 12 };
 
 /* A tensor and the bytes that it is a view of. */
 typedef struct {
@@ -54,7 +54,7 @@ typedef struct {
     int written;
 } operand;
 
-static operand operands_[MOST_TENSORS];
+static operand operands_[MAX_TENSORS];
 static int used;
 
 static size_t size_of_type(int32_t dtype) {
@@ -183,7 +183,7 @@ static void compose(regard_operands *o) {
 
 /* Runs on operands and a workspace that end, or start, at a guard page. Keeps the outputs. */
 static regard_status run_guarded(const regard_plan *plan, const regard_operands *o, int at_end) {
-    guarded places[MOST_TENSORS];
+    guarded places[MAX_TENSORS];
     for (int i = 0; i < used; i++) {
         places[i] = guard(operands_[i].bytes, at_end);
         memcpy(places[i].data, operands_[i].content, operands_[i].bytes);
@@ -332,13 +332,13 @@ static void wild_problems(void) {
     EXPECT(counts[0] > ROUNDS / 50 && counts[1] > ROUNDS / 10 && counts[2] > 0);
 }
 
-/* Structs whose size field says anything, at the end of what can be read. */
+/* Structs with any size field, at the end of what can be read. */
 static void wild_sizes(void) {
     static const size_t sizes[] = {0, 1, 7, 8, 16, 40, 55, 56, 57, 64, 80, 88, 96, 104, 112, 113, 120, 121, 128, 129, 159, 160, 161, 168, 176, 177, 4096, 65536, 65537, SIZE_MAX};
     const size_t known[5] = {offsetof(regard_operands, k_scales), offsetof(regard_problem, chunk), sizeof(regard_device), offsetof(regard_append, k_scales), sizeof(regard_merge)};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int which = 0; which < 5; which++) {
-            /* Only as much can be read as the field says, if that makes sense; else only the field. */
+            /* Only as much can be read as in the field, if that makes sense; else only the field. */
             size_t size = sizes[i], sense = size >= known[which] && size <= 65536;
             guarded g = guard(sense ? size : sizeof size, 1);
             memset(g.data, 0, sense ? size : sizeof size);

@@ -18,14 +18,14 @@ impl Cuda {
         Cuda { machines: machines().to_vec() }
     }
 
-    /// Those whose plans this GPU runs, and itself.
+    /// The GPUs whose plans this GPU runs, and itself.
     pub fn on(gpu: &Gpu) -> Cuda {
         let Device::Cuda(here) = &gpu.machine().device else {
             return Cuda { machines: Vec::new() };
         };
         let mut machines: Vec<_> = machines().to_vec();
         machines.retain(|machine| match &machine.device {
-            // What Hopper's plans choose runs nowhere else.
+            // Modules of Hopper's plans run nowhere else.
             Device::Cuda(facts) if facts.compute_capability == 90 => here.compute_capability == 90,
             // Later ones take modules of Hopper's that later GPUs run.
             Device::Cuda(facts) => {
@@ -40,7 +40,7 @@ impl Cuda {
     }
 }
 
-/// What tries the modules for prefix groups.
+/// The cases that try the modules for prefix groups.
 const PREFIX_CASES: &str = "--cases prefixes/";
 
 /// Modules that the search does not look for, each with what tries it: those for another purpose

@@ -92,7 +92,7 @@ impl Place {
         if self.bytes == 0 {
             return Ok(());
         }
-        // SAFETY: a view's constructor guarantees that everything it reaches, and what lies
+        // SAFETY: a view's constructor guarantees that everything it reaches, and what is
         // between, is one live allocation.
         let bytes = unsafe { std::slice::from_raw_parts(self.low, self.bytes) };
         stream
@@ -205,18 +205,18 @@ impl MirrorMut {
             .map_err(|error| driver_error("clearing an output", error))
     }
 
-    /// Waits, copies what was written to a host's tensor that lies as the one that this was made
-    /// for, and looks at the surroundings.
+    /// Waits, copies what was written to a host tensor with the layout of the one that this was
+    /// made for, and looks at the surroundings.
     ///
     /// # Errors
     /// If something was written beside it.
     ///
     /// # Panics
-    /// If the tensor lies otherwise.
+    /// If the tensor has another layout.
     pub fn download(&self, to: &mut TensorMut, stream: &Arc<CudaStream>) -> Result<(), Error> {
         let Place { low, bytes, .. } = Place::new(to.as_mut_ptr(), to);
         let start = self.place.start;
-        assert_eq!(bytes, self.place.bytes, "a tensor that lies alike");
+        assert_eq!(bytes, self.place.bytes, "a tensor of the same layout");
         let all = downloaded(&self.memory.as_view(), stream)?;
         let mut around = all[..start].iter().chain(&all[start + bytes..]);
         if around.any(|&byte| byte != NAN) {

@@ -157,7 +157,7 @@ fn options(with: With) {
     with(&|s| s.lse = false);
 }
 
-/// The numbers of operands, and where they lie.
+/// The numbers of operands, and where they are.
 fn numbers_and_memory(with: With) {
     with(&|s| s.contents.q = Numbers::Normal);
     with(&|s| s.contents.k = Numbers::Normal);

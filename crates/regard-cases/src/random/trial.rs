@@ -60,7 +60,7 @@ pub struct How {
 
 /// How a problem failed. Two failures count as the same if their kinds are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "its fields say what they are")]
+#[allow(missing_docs, reason = "its fields are documented")]
 pub enum Kind {
     /// Not run: sound, but no kernel takes it.
     Refused,
@@ -274,7 +274,7 @@ impl Placed {
     ) -> Placed {
         let mut shape = case.q.shape().to_vec();
         shape.pop();
-        // The log-sum-exp lies as if it had a last dimension of 1.
+        // The log-sum-exp is stored as if it had a last dimension of 1.
         shape.push(dim.unwrap_or(1));
         let place = Place::new(&shape, spec.padding, &spec.memory.out);
         // From the first element to the last one: the guard page follows right behind.

@@ -23,7 +23,7 @@ pub struct CacheSpec {
     pub scales: Scales,
 }
 
-/// What shares a scale.
+/// The granularity of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Granularity {
     /// All keys.
@@ -38,7 +38,7 @@ pub enum Granularity {
     Token,
 }
 
-/// What numbers scales are.
+/// The values of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Scales {
     /// Such that the largest number gets the largest code, about.

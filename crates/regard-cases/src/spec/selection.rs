@@ -15,9 +15,9 @@ pub struct ListSpec {
     pub entries: Entries,
     /// Whether there is a list per key/value head.
     pub per_head: bool,
-    /// Whether counts say how many entries of each list are used; the others are anything.
+    /// Whether counts bound the entries in use of each list; the others are anything.
     pub counts: bool,
-    /// What the lists list. Slots and pages are of paged keys only.
+    /// The kind of entries. Slots and pages are of paged keys only.
     pub of: ListEntries,
     /// The caches whose slots are listed: one, unless entries are slots.
     pub caches: Caches,

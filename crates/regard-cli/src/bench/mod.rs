@@ -30,7 +30,7 @@ use regard::{DType, Device, Error, Machine};
 use shapes::{Named, Target, Wish};
 use std::path::{Path, PathBuf};
 
-/// What to measure and what to make of it.
+/// What is measured, and the outputs.
 pub struct Request<'a> {
     /// Names of shapes.
     pub names: &'a [String],
@@ -64,7 +64,7 @@ pub struct Request<'a> {
     pub from: &'a [PathBuf],
     /// Result files to compare with.
     pub against: &'a [PathBuf],
-    /// Where results go.
+    /// The folder of results.
     pub out: Option<&'a Path>,
     /// Where the picture goes.
     pub plot: Option<&'a Path>,

@@ -356,7 +356,7 @@ struct Label {
     color: RGBColor,
 }
 
-/// Moves labels down until none lies on another or on a point that is not its own.
+/// Moves labels down until none is on another or on a point that is not its own.
 fn place(labels: &mut [Label], line: i32) {
     labels.sort_by_key(|label| label.at.1);
     let points: Vec<_> = labels.iter().map(|label| label.at).collect();

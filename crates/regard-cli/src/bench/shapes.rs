@@ -199,12 +199,12 @@ pub const NAMED_CUDA: [Named; 86] = [
     named("f8192b2d512", "prefill", "b=2 hq=8 hkv=4 d=512 lq=8192"),
 ];
 
-/// The shape whose first sequence is as long as its words say, and whose others have this many
+/// The shape whose first sequence is as long as in its words, and whose others have this many
 /// keys.
 #[cfg(feature = "cuda")]
 pub const MIXED: (&str, usize) = ("d128kmixed", 1024);
 
-/// The shape of which one sequence in this many brings as many query tokens as its words say; the
+/// The shape of which one sequence in this many brings as many query tokens as in its words; the
 /// others bring one.
 const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
 

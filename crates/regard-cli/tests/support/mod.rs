@@ -12,7 +12,7 @@ pub fn command(arguments: &[&str]) -> Command {
     command
 }
 
-/// What a run of the command printed, and its exit status.
+/// Output and exit status of a run of the command.
 pub struct Ran {
     pub status: i32,
     pub stdout: String,
@@ -55,7 +55,7 @@ impl Ran {
             self.stderr
         );
         for text in texts {
-            assert!(lines[0].contains(text), "{}: does not say {text:?}", lines[0]);
+            assert!(lines[0].contains(text), "{}: lacks {text:?}", lines[0]);
         }
     }
 }

@@ -138,7 +138,7 @@ impl Decode<'_> {
             let step = DecodeStep {
                 q: match queries {
                     Queries::Sharded => q.tensor(&[heads, batch, 1, DIM])?,
-                    Queries::Replicated => self.queries()?,
+                    _ => self.queries()?,
                 },
                 k: k.tensor(&[batch, shard, KV_HEADS, DIM])?,
                 v: v.tensor(&[batch, shard, KV_HEADS, DIM])?,

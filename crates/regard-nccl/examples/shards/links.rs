@@ -4,7 +4,7 @@ use crate::measure::{DIM, Error, HEADS, Operand, Ranks, SIZE};
 use regard_nccl::{Exchange, Message, Span, Transport};
 use std::time::Duration;
 
-/// What exchanges take: those of decode in a graph, and the ring's.
+/// Times of exchanges: decode's in a graph, and the ring's.
 pub fn links(ranks: &Ranks) -> Result<(), Error> {
     let (count, number) = (ranks.count(), ranks.number());
     let transport = &ranks.rank.transport;

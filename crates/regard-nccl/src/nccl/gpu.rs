@@ -91,7 +91,7 @@ impl GpuRank {
     }
 }
 
-/// What `later` queues from now on waits for what `earlier` has queued.
+/// Work that `later` queues from now on waits for the work queued on `earlier`.
 fn order(earlier: &CudaStream, later: &CudaStream, event: &CudaEvent) -> Result<(), Error> {
     let failed = |error| driver_error("ordering streams", error);
     event.record(earlier).map_err(failed)?;

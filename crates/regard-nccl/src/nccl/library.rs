@@ -114,7 +114,7 @@ functions! {
 /// The names that installations give the library.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// NCCL, or a refusal that says why it is not here.
+/// NCCL, or a refusal with the reason why it is not here.
 pub fn library() -> Result<&'static Library, Error> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     let library = LIBRARY.get_or_init(|| {
@@ -149,7 +149,7 @@ impl Library {
         (status == SUCCESS).then_some(version)
     }
 
-    /// What NCCL says of a status.
+    /// NCCL's text for a status.
     pub fn text(&self, status: Status, comm: Comm) -> String {
         let of = |text: *const c_char| match text.is_null() {
             true => String::new(),

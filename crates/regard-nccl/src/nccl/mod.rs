@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What the ranks of a group have in common. Rank 0 makes it and gives it to the others: to threads
+/// The shared identity of a group of ranks. Rank 0 makes it and gives it to the others: to threads
 /// as it is, to processes as bytes.
 #[derive(Clone, Copy)]
 pub struct GroupId(UniqueId);
@@ -289,7 +289,7 @@ impl Transport for Nccl {
             first_error(pairs.map(|(peer, exchange)| {
                 let (from, to) =
                     (exchange.from.part(peer, self.size), exchange.to.part(peer, self.size));
-                // SAFETY: the caller's promise; parts lie inside their spans.
+                // SAFETY: the caller's promise; parts are inside their spans.
                 let sent = unsafe { self.send(queue, peer, from) };
                 if sent != SUCCESS && sent != IN_PROGRESS {
                     return sent;

@@ -175,7 +175,7 @@ mod tests {
                             if kept && visible(p, at) {
                                 seen[p * rows.len + at] += 1;
                             }
-                            // A call without distances sees what its own order says.
+                            // A call without distances sees the keys of its own order.
                             let plain = variant.window == Window::default();
                             assert!(!plain || kept == visible(p, at), "{call:?} {p} {at}");
                         }

@@ -24,7 +24,7 @@ _INFERENCE_ONLY = (
 def _run(q, k, v, lse, options):
     options = {name: value for name, value in options.items() if value is not None}
     left, right = options.pop("window_left", None), options.pop("window_right", None)
-    # The operator's autograd kernel has detached its inputs already; parameters still say that they
+    # The operator's autograd kernel has detached its inputs already; parameters still show that they
     # require gradients.
     with torch.no_grad():
         return regard.attention(q, k, v, lse=lse, window=(left, right), **options)

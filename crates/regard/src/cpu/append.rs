@@ -234,7 +234,7 @@ impl<E: Number> Call<'_, E> {
     /// The operands are checked, and no other thread writes this head.
     unsafe fn append_token(&self, token: usize, head: usize) {
         let Some((sequence, position)) = self.position(token) else { return };
-        // SAFETY: the rows lie inside the checked operands: token, head, block and slot are below
+        // SAFETY: the rows are inside the checked operands: token, head, block and slot are below
         // the dimensions that the strides belong to.
         unsafe {
             if let Some(head) = head.checked_sub(self.shape.kv_heads) {

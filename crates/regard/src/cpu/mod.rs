@@ -104,7 +104,7 @@ pub fn run(
         modifiers: ScoreModifiers {
             attention: &inputs.attention,
             softcap: inputs.attention.softcap.map(|cap| cap * LOG4_E),
-            unmodified: problem.variant.has_bare_scores(),
+            unmodified: problem.variant.has_unmodified_scores(),
         },
         problem,
     };

@@ -7,7 +7,7 @@
 //! two results are merged by their log-sum-exps.
 //!
 //! A group takes part if all its rows see its whole prefix, which then needs neither positions nor
-//! masks. Prefixes end at whole pages. All that is made on the way lies in the workspace.
+//! masks. Prefixes end at whole pages. All that is made on the way is in the workspace.
 
 use super::executor::Executor;
 use super::number::Number;
@@ -24,7 +24,7 @@ use std::ops::Range;
 /// Keys that a group must spare its members together: the second run and the merge cost some time.
 const MIN_SPARED_KEYS: usize = 64;
 
-/// What parts of the workspace start at multiples of.
+/// Alignment of parts of the workspace, in bytes.
 const ALIGNMENT: usize = 64;
 
 /// Rows of a task of the merge.
@@ -33,7 +33,7 @@ const TASK_ROWS: usize = 64;
 /// Runs a plan on operands, in a workspace.
 pub type RunPlan<'a> = &'a dyn Fn(&Plan, &Inputs, &mut Outputs, &mut [u8]) -> Result<(), Error>;
 
-/// What a plan consists of besides, if sequences share prefixes.
+/// The additional part of a plan if sequences share prefixes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrefixPlan {
     /// Gathered rows over prefixes.
@@ -45,7 +45,7 @@ pub struct PrefixPlan {
     pub total: usize,
 }
 
-/// Where things are in the workspace, in bytes from its aligned start.
+/// Offsets in the workspace, in bytes from its aligned start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Layout {
     groups: usize,
@@ -188,7 +188,7 @@ impl PrefixPlan {
     }
 }
 
-/// What the steps of a run share.
+/// State shared by the steps of a run.
 struct Call<'a> {
     inputs: &'a Inputs<'a>,
     problem: &'a Problem,

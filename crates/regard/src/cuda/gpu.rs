@@ -280,7 +280,7 @@ impl Gpu {
     /// As [`Gpu::run_raw`]. [`Gpu::schedule`] has been queued before, on this stream or in order
     /// with it, with the same plan and workspace, and operands of the same shapes, features,
     /// lengths, offsets and prefix groups. Since then nothing has used the workspace but runs with
-    /// that schedule, and nothing has written lengths, offsets, block tables or prefix groups.
+    /// that schedule, and nothing has written lengths, offsets, page tables or prefix groups.
     pub unsafe fn run_scheduled(
         &self,
         plan: &Plan,
@@ -506,7 +506,7 @@ impl Run<'_> {
             // SAFETY: passed on.
             unsafe { self.prefix(call, &call.schedule)? };
         }
-        // That of the kernel for latent caches, whatever operands these are: layers may have
+        // The schedule of the kernel for latent caches, for any operands: layers may have
         // others.
         let decode = self.launches.latent.as_ref().or(self.launches.decode.as_ref());
         let Some(decode) = decode else { return Ok(()) };
@@ -552,13 +552,13 @@ impl Run<'_> {
             maps.as_ref().map_or(argument(&call.cache), argument),
             argument(&call.cache),
         ];
-        if let Some((launch, blocks)) = call.tile_map {
+        if let Some((launch, ctas)) = call.tile_map {
             // SAFETY: the kernel reads the first two; the caller has promised the rest.
-            unsafe { self.launch(&launch.with_blocks(blocks), &mut arguments[..2])? };
+            unsafe { self.launch(&launch.with_ctas(ctas), &mut arguments[..2])? };
         }
         let converts = usize::from(call.kernel.cache != Cache::Elements);
         let count = 2 + usize::from(maps.is_some()) + converts;
-        let launch = call.kernel.launch.with_blocks(call.blocks);
+        let launch = call.kernel.launch.with_ctas(call.ctas);
         // SAFETY: the kernel reads these parameters, and maps if it is one that does; the caller
         // has promised the rest.
         unsafe { self.gpu.launch(function, &launch, &mut arguments[..count], self.stream) }
@@ -594,7 +594,7 @@ impl Run<'_> {
             Cache::Latent if listed.is_some() => 1,
             _ => 2,
         };
-        let launch = Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) };
+        let launch = Launch { module: call.module, ..decode.launch.with_ctas(call.ctas) };
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.
         unsafe { self.launch(&launch, &mut arguments[..count])? };
         // SAFETY: it reads the first; the caller has promised the rest.

@@ -110,7 +110,7 @@ fn row_threads(config: &DecodeConfig) -> usize {
 fn is_plain(problem: &Problem) -> bool {
     problem.values == Values::KeyPrefix
         && problem.key_dtype == problem.dtype
-        && problem.variant.has_bare_scores()
+        && problem.variant.has_unmodified_scores()
         && problem.variant.chunk.is_none()
         // The splits of a batch-invariant result are those of every other module.
         && !problem.batch_invariant

@@ -24,7 +24,7 @@ use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
 
-/// What a decode launch may rely on beside its operands.
+/// Facts that a decode launch may rely on beside its operands.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct DecodeContext {
     /// Decode attends to the keys behind each sequence's prefix: how many these are is known on
@@ -40,7 +40,7 @@ pub(super) struct DecodeCall {
     /// The launch that combines the partial states of tiles, with the same parameters.
     pub combine: Option<Launch>,
     pub module: &'static str,
-    pub blocks: u32,
+    pub ctas: u32,
     pub parameters: AttentionParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
@@ -51,7 +51,7 @@ pub(super) struct DecodeCall {
 /// A prefill launch with operands.
 pub(super) struct PrefillCall<'a> {
     pub kernel: &'a PrefillKernel,
-    pub blocks: u32,
+    pub ctas: u32,
     pub attention: AttentionParameters,
     pub parameters: PrefillParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
@@ -92,8 +92,8 @@ pub fn launches(
     }
     if let Some(prefill) = &launches.prefill {
         let call = prefill_call(&problem, prefill, inputs, outputs, 0);
-        queued.extend(call.tile_map.map(|(launch, blocks)| launch.with_blocks(blocks)));
-        queued.push(call.kernel.launch.with_blocks(call.blocks));
+        queued.extend(call.tile_map.map(|(launch, ctas)| launch.with_ctas(ctas)));
+        queued.push(call.kernel.launch.with_ctas(call.ctas));
     }
     let prefix = launches.prefix.as_ref();
     let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
@@ -101,7 +101,7 @@ pub fn launches(
     queued.extend(prefix.iter().map(|call| call.schedule));
     if let Some((decode, _)) = choose_decode(&problem, launches, inputs, outputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0, context);
-        queued.push(Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) });
+        queued.push(Launch { module: call.module, ..decode.launch.with_ctas(call.ctas) });
         queued.extend(call.combine);
     }
     queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.merge]));
@@ -203,7 +203,7 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
 }
 
 /// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys
-/// unless rows have lists of them, if operands lie as it reads and writes them; else the general
+/// unless rows have lists of them, if it can read and write the operands; else the fallback
 /// one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
@@ -289,14 +289,14 @@ pub(super) fn decode_call(
     let tiles = work::tiles(rows.as_ref().unwrap_or(problem), decode.tile_rows as usize);
     // If the host knows that every tile has one CTA, there is nothing to combine.
     let combine =
-        decode.combine.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
+        decode.combine.filter(|_| schedule.work_total == 0 || schedule.ctas as usize > tiles);
     let combine = combine.map(|combine| {
         parameters.stream_k.partial_ranges = workspace + combine.at as u64;
         let [_, rows, _] = combine.launch.grid;
         Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, blocks: schedule.blocks, parameters, cache, lists, combine }
+    DecodeCall { module, ctas: schedule.ctas, parameters, cache, lists, combine }
 }
 
 /// The prefill call for these operands.
@@ -330,7 +330,7 @@ pub(super) fn prefill_call<'a>(
         _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         _ => LoadKind::Elements,
     };
-    let mut blocks = kernel.launch.grid[0];
+    let mut ctas = kernel.launch.grid[0];
     let mut parameters = PrefillParameters {
         counters: workspace + prefill::COUNTERS_AT as u64,
         l2_group: plan.l2_group,
@@ -345,14 +345,14 @@ pub(super) fn prefill_call<'a>(
     if problem.queries == QueryStorage::Batched {
         let tiles = prefill::tiles(problem, kernel);
         (parameters.row_tiles, parameters.tiles) = (count(tiles.rows), tiles.total as i64);
-        let max_blocks = tiles.total.max(1).saturating_mul(kernel.cluster_size);
-        blocks = blocks.min(u32::try_from(max_blocks).unwrap_or(u32::MAX));
+        let max_ctas = tiles.total.max(1).saturating_mul(kernel.cluster_size);
+        ctas = ctas.min(u32::try_from(max_ctas).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);
     parameters.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
     let tile_map = set_tile_map(&mut parameters, problem, plan, kernel, inputs, workspace);
     let cache = cache_parameters(problem, inputs);
-    PrefillCall { kernel, blocks, attention, parameters, cache, maps, tile_map }
+    PrefillCall { kernel, ctas, attention, parameters, cache, maps, tile_map }
 }
 
 /// Whether all keys of a head share a scale, and all values.
@@ -555,7 +555,7 @@ fn has_rows_at(elements: usize, out: &TensorMut<DeviceMemory>) -> bool {
         && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % elements as i64 == 0)
 }
 
-/// What kernels read of positions of keys, which have been checked.
+/// Parameters of kernels for positions of keys, which have been checked.
 fn device_positions(positions: &Option<KeyPositions<Tensor<DeviceMemory>>>) -> DevicePositions {
     let Some(positions) = positions else {
         return DevicePositions { stride: 1, ..DevicePositions::default() };
@@ -588,7 +588,7 @@ fn set_variant(
     }
     parameters.scale = inputs.scale();
     parameters.softcap = attention.softcap.unwrap_or(0.0);
-    parameters.unmodified_scores = variant.has_bare_scores().into();
+    parameters.unmodified_scores = variant.has_unmodified_scores().into();
     (parameters.offset_kind, parameters.q_offset) = query_offset(&attention.q_offset);
     if let QueryOffset::PerSequence(offsets) = &attention.q_offset {
         parameters.q_offsets = offsets.address();

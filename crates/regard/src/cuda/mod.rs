@@ -112,8 +112,8 @@ pub struct Launch {
 impl Launch {
     /// The same with a grid of this many CTAs.
     #[cfg(feature = "cuda")]
-    pub(crate) fn with_blocks(&self, blocks: u32) -> Launch {
-        Launch { grid: [blocks, 1, 1], ..*self }
+    pub(crate) fn with_ctas(&self, ctas: u32) -> Launch {
+        Launch { grid: [ctas, 1, 1], ..*self }
     }
 }
 
@@ -224,11 +224,11 @@ pub struct TileMap {
 
 impl Launches {
     /// CTAs of the largest launch.
-    pub fn blocks(&self) -> usize {
+    pub fn ctas(&self) -> usize {
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
         let decode = self.latent.as_ref().or(self.decode.as_ref()).map(|decode| decode.launch);
-        let blocks = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
-        prefill.into_iter().chain(decode).map(blocks).max().unwrap_or(0)
+        let ctas = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
+        prefill.into_iter().chain(decode).map(ctas).max().unwrap_or(0)
     }
 
     /// The launches that a run queues, in order; of the specialized kernels.

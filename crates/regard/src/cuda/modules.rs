@@ -207,13 +207,13 @@ mod tests {
         assert_eq!(unpack(first).unwrap(), from_archive(first.image, content));
     }
 
-    /// That an image is what its entry in the index says.
+    /// That an image matches its entry in the index.
     fn check_image(Shipped { image, .. }: Shipped, bytes: Vec<u8>) {
         assert_eq!((bytes.len(), bytes.last()), (image.bytes + 1, Some(&0)), "{}", image.module);
         let start: &[u8] = if is_ptx(image) { b".version " } else { b"\x7fELF" };
         assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
         if is_ptx(image) {
-            // Kernels that start early say so, and the other images of the module agree.
+            // Kernels that start early are marked, and the other images of the module agree.
             let text = String::from_utf8(bytes).unwrap();
             let waits = text.contains("griddepcontrol.wait");
             assert_eq!(image.starts_early, waits, "{}", image.module);

@@ -17,7 +17,7 @@ pub(crate) fn plan(problem: &Problem, facts: &CudaFacts, machine: &Machine) -> R
 
 impl BackendPlan for Launches {
     fn workers(&self) -> usize {
-        self.blocks()
+        self.ctas()
     }
 
     fn workspace_bytes(&self) -> usize {
@@ -27,9 +27,9 @@ impl BackendPlan for Launches {
     fn explain(&self, _problem: &Problem) -> Vec<Line> {
         let line = |launch: Launch| {
             let Launch { module, entry, grid, threads, shared_bytes } = launch;
-            let shape = format!("{grid:?} blocks of {threads} threads");
+            let shape = format!("{grid:?} CTAs of {threads} threads");
             let text = format!(
-                "{entry} of {module}: {shape}, {shared_bytes} bytes of shared memory per block"
+                "{entry} of {module}: {shape}, {shared_bytes} bytes of shared memory per CTA"
             );
             Line::new("launch", text)
         };

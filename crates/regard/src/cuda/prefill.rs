@@ -117,7 +117,7 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
 /// the fallback: the Hopper kernel for codes or, with f16 queries, the one for one scale per head.
 fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let element = Element::from_dtype(problem.dtype);
-    let plain = problem.variant.has_bare_scores()
+    let plain = problem.variant.has_unmodified_scores()
         && problem.variant.has_even_ranges()
         && problem.key_dtype.is_code()
         && problem.value_dtype.is_code();
@@ -165,7 +165,7 @@ fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
 /// The specialized module of a family for a problem with plain scores and even ranges, the
 /// module's exact head dims and outputs of the operands' type.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let plain = problem.variant.has_bare_scores()
+    let plain = problem.variant.has_unmodified_scores()
         && problem.variant.has_even_ranges()
         && problem.out_dtype == problem.dtype;
     find_module(family, Build::Specialized, problem, facts)
@@ -184,7 +184,7 @@ fn find_module(
     find_kind(family, kind, problem, facts)
 }
 
-/// What distinguishes the modules of a family, apart from dims and tiles.
+/// Differences of the modules of a family, apart from dims and tiles.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     build: Build,

@@ -4,7 +4,7 @@
 //! prefixes (once per step where the engine asks for it: `Gpu::schedule`); decode attends to the
 //! keys that each sequence has of its own; `prefix` attends to the prefixes, the rows of all
 //! members together; `merge_prefix` merges what both have left. From Hopper on `prefix` starts when
-//! all thread blocks of decode have started, so that one waits for memory while the other
+//! all CTAs of decode have started, so that one waits for memory while the other
 //! multiplies.
 
 use super::registry::{self, Build, Cache, Element, PrefillConfig};
@@ -43,7 +43,7 @@ const MANY_PER_GROUP: usize = 4;
 /// Keys of a sequence, likewise.
 const MANY_KEYS: usize = 2048;
 
-/// Threads of decode per multiprocessor that leave registers for a thread block of `prefix`.
+/// Threads of decode per multiprocessor that leave registers for a CTA of `prefix`.
 pub(super) const DECODE_THREADS: usize = 128;
 
 /// Whether decode leaves room for `prefix` on each multiprocessor: with it, both run at the same
@@ -68,7 +68,7 @@ pub(super) fn leaves_room(problem: &Problem, facts: &CudaFacts) -> bool {
 pub struct Prefix {
     /// Finds groups and work items.
     pub schedule: Launch,
-    /// Attends to prefixes; thread blocks take one work item after the other.
+    /// Attends to prefixes; CTAs take one work item after the other.
     pub kernel: Launch,
     /// Merges partial states.
     pub merge: Launch,
@@ -82,11 +82,11 @@ pub struct Prefix {
     pub exact_dims: bool,
     /// Maximum query tokens of a sequence of a group: prefill computes longer ones.
     pub max_query_len: i32,
-    /// Where things are in the workspace.
+    /// Offsets in the workspace.
     pub layout: PrefixLayout,
 }
 
-/// Where things are in the workspace, in bytes.
+/// Offsets in the workspace, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PrefixLayout {
     /// Work items and groups in use.
@@ -160,7 +160,7 @@ pub(super) fn with_groups(
     let (reason, launches) = match select(problem, facts, &launches) {
         Ok(prefix) => {
             let reason = format!(
-                "prefixes of groups by {} in {} blocks, {} rows x {} keys per tile",
+                "prefixes of groups by {} in {} CTAs, {} rows x {} keys per tile",
                 prefix.kernel.module, prefix.kernel.grid[0], prefix.tile_rows, prefix.tile_keys
             );
             let workspace_bytes = prefix.layout.end;
@@ -197,7 +197,7 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     let no_module = || format!("no kernel reads prefixes in {} of {dims} here", problem.dtype);
     let (fallback, config) = find(problem, facts, Build::Fallback).ok_or_else(no_module)?;
     let exact_dims = config.operands.has_dims(problem.head_dim, problem.value_dim);
-    let plain = problem.variant.has_bare_scores()
+    let plain = problem.variant.has_unmodified_scores()
         && problem.variant.chunk.is_none()
         && page_aligned_16(problem);
     let specialized = find(problem, facts, Build::Specialized).filter(|(_, other)| {

@@ -1,18 +1,18 @@
-//! How work is divided over the blocks of a launch where the host knows all lengths to be alike:
+//! How work is divided over the CTAs of a launch if the host knows that all lengths are equal:
 //! the numbers that `kernels/decode/stream_k.cuh` otherwise works out on the device.
 
 use super::Decode;
 use crate::positions::SequenceKeys;
 use crate::problem::Problem;
 
-/// The line of tiles, and how much of it a block takes.
+/// The work of all tiles, and the part of a CTA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Schedule {
-    /// Thread blocks.
-    pub blocks: u32,
+    /// CTAs.
+    pub ctas: u32,
     /// Cost units of all tiles; 0 leaves counting to the kernel.
     pub work_total: i64,
-    /// Units a block takes.
+    /// Units per CTA.
     pub work_per_cta: i64,
     /// Units of a tile.
     pub work_per_tile: i64,
@@ -28,7 +28,7 @@ impl Schedule {
     /// The kernel counts.
     pub fn on_device(decode: &Decode) -> Schedule {
         Schedule {
-            blocks: decode.launch.grid[0],
+            ctas: decode.launch.grid[0],
             work_total: 0,
             work_per_cta: 0,
             work_per_tile: 0,
@@ -51,7 +51,7 @@ impl Schedule {
             false => (visible.end - 1) / unit_keys + 1 - visible.start / unit_keys,
         };
         let tiles = super::work::tiles(problem, decode.tile_rows as usize);
-        let blocks = i64::from(decode.launch.grid[0] / decode.ctas_per_tile);
+        let ctas = i64::from(decode.launch.grid[0] / decode.ctas_per_tile);
         // As `min_units` of decode_shape.cuh.
         let least = match decode.cache.has_codes() {
             true => i64::from(decode.key_groups + 1) / 2,
@@ -60,32 +60,31 @@ impl Schedule {
         let schedule = divide(
             tiles as i64,
             units as i64,
-            blocks,
+            ctas,
             (decode.start_units, least),
             problem.batch_invariant,
         );
-        Schedule { blocks: schedule.blocks * decode.ctas_per_tile, ..schedule }
+        Schedule { ctas: schedule.ctas * decode.ctas_per_tile, ..schedule }
     }
 }
 
-/// `tiles` tiles of `units` units over at most `blocks` blocks. Starting a tile costs as much as
-/// some units; no part of one has fewer than `least`, which a block's groups of warps take in one
-/// go.
+/// `tiles` tiles of `units` units over at most `ctas` CTAs. Starting a tile costs as much as some
+/// units; no part of one has fewer than `least`, which the groups of warps of a CTA take in one go.
 fn divide(
     tiles: i64,
     units: i64,
-    blocks: i64,
+    ctas: i64,
     (tile_start_work, least): (i32, i64),
     batch_invariant: bool,
 ) -> Schedule {
     let tile = units + i64::from(tile_start_work);
     let work_total = tiles * tile;
-    let even = work_total.div_euclid(blocks) + i64::from(work_total % blocks != 0);
+    let even = work_total.div_euclid(ctas) + i64::from(work_total % ctas != 0);
     let by_work_per_cta = |work_per_cta: i64, work_per_tile: i64, tile_start_work| {
         let (work_per_cta, work_total) = (work_per_cta.max(1), tiles * work_per_tile);
-        let blocks = (work_total + work_per_cta - 1) / work_per_cta;
+        let ctas = (work_total + work_per_cta - 1) / work_per_cta;
         Schedule {
-            blocks: blocks.max(1) as u32,
+            ctas: ctas.max(1) as u32,
             work_total,
             work_per_cta,
             work_per_tile,
@@ -95,19 +94,23 @@ fn divide(
     if batch_invariant || tiles == 0 {
         return by_work_per_cta(even, tile, tile_start_work);
     }
-    if tiles <= blocks {
-        // Every tile has the same number of blocks to itself: none starts twice. The last one may
+    if tiles <= ctas {
+        // Every tile has the same number of CTAs to itself: none starts twice. The last one may
         // take less.
-        let parts = (blocks / tiles).min((units / least).max(1));
+        let parts = (ctas / tiles).min((units / least).max(1));
         let work_per_cta = ((units + parts - 1) / parts).max(1);
         let parts = ((units + work_per_cta - 1) / work_per_cta).max(1);
         return by_work_per_cta(work_per_cta, parts * work_per_cta, 0);
     }
-    // Whole tiles for every block, where that is as even as cutting them (which starts one tile
+    // Whole tiles for every CTA, where that is as even as cutting them (which starts one tile
     // more in each).
-    let whole = (tiles + blocks - 1) / blocks * tile;
+    let whole_tiles = (tiles + ctas - 1) / ctas * tile;
     let cut = even + i64::from(tile_start_work);
-    by_work_per_cta(if whole * 25 <= cut * 26 { whole } else { even }, tile, tile_start_work)
+    by_work_per_cta(
+        if whole_tiles * 25 <= cut * 26 { whole_tiles } else { even },
+        tile,
+        tile_start_work,
+    )
 }
 
 #[cfg(test)]
@@ -118,19 +121,18 @@ mod tests {
     fn every_unit_is_assigned_and_no_cta_is_idle() {
         for tiles in [1, 2, 7, 8, 100, 132, 133, 512, 1000, 1024] {
             for units in [0, 1, 3, 64, 65, 2048, 100_000] {
-                for blocks in [1, 8, 132, 264, 528] {
+                for ctas in [1, 8, 132, 264, 528] {
                     for (tile_start_work, invariant) in [(1, true), (1, false), (18, false)] {
-                        let s = divide(tiles, units, blocks, (tile_start_work, 8), invariant);
-                        let shown =
-                            format!("{tiles} tiles of {units} units on {blocks} blocks: {s:?}");
-                        assert!(i64::from(s.blocks) <= blocks, "{shown}");
+                        let s = divide(tiles, units, ctas, (tile_start_work, 8), invariant);
+                        let shown = format!("{tiles} tiles of {units} units on {ctas} ctas: {s:?}");
+                        assert!(i64::from(s.ctas) <= ctas, "{shown}");
                         assert_eq!(s.work_total, tiles * s.work_per_tile, "{shown}");
                         assert!(
                             s.work_per_tile >= units + i64::from(s.tile_start_work)
                                 && s.work_per_tile >= 1,
                             "{shown}"
                         );
-                        let taken = i64::from(s.blocks) * s.work_per_cta;
+                        let taken = i64::from(s.ctas) * s.work_per_cta;
                         assert!(
                             taken >= s.work_total && taken - s.work_per_cta < s.work_total,
                             "{shown}"
@@ -146,11 +148,11 @@ mod tests {
         // 8 tiles of 2048 K tiles on an H200: 16 CTAs each.
         let s = divide(8, 2048, 132, (18, 8), false);
         assert_eq!(
-            (s.blocks, s.work_per_cta, s.work_per_tile, s.tile_start_work),
+            (s.ctas, s.work_per_cta, s.work_per_tile, s.tile_start_work),
             (128, 128, 2048, 0)
         );
-        // 1024 tiles on 528 blocks: two each, 512 blocks.
+        // 1024 tiles on 528 ctas: two each, 512 ctas.
         let s = divide(1024, 64, 528, (18, 8), false);
-        assert_eq!((s.blocks, s.work_per_cta), (512, 2 * (64 + 18)));
+        assert_eq!((s.ctas, s.work_per_cta), (512, 2 * (64 + 18)));
     }
 }

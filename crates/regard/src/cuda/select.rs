@@ -119,7 +119,7 @@ fn with_latent(
         block_rows: latent.tile_rows as usize,
         reason: format!(
             "values are the first dims of keys, and each K tile is loaded once; {} where operands \
-             are not aligned to 16 bytes or lie as TMA cannot read them",
+             are not aligned to 16 bytes, or have strides that TMA cannot read",
             choice.kernel.name()
         ),
     };
@@ -130,15 +130,15 @@ fn with_latent(
         count,
         parallel: true,
         reason: format!(
-            "{} tiles of up to {count} K tiles in a line, cut into equal parts for {} blocks, {} \
+            "{} tiles of up to {count} K tiles, divided equally among {} CTAs, {} \
              per part, when the lengths are known",
             tiles(problem, latent.tile_rows as usize),
             latent.launch.grid[0],
             latent.ctas_per_tile
         ),
     };
-    // The general kernel has no schedule: layers of a step may have operands for either. That of
-    // the kernel for latent caches lies behind the partial states of both.
+    // The fallback has no schedule: layers of a step may have operands for either. The schedule of
+    // the kernel for latent caches follows the partial states of both.
     let decode = launches.decode.map(|decode| Decode { schedule: None, ..decode });
     let end = launches.workspace_bytes.max(workspace_bytes);
     let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&latent.launch, end));
@@ -388,7 +388,7 @@ fn find_specialized(
     facts: &CudaFacts,
     fallback: &DecodeConfig,
 ) -> Option<&'static Module> {
-    let plain = problem.variant.has_bare_scores()
+    let plain = problem.variant.has_unmodified_scores()
         && problem.variant.has_even_ranges()
         && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
         && page_aligned_16(problem);
@@ -504,7 +504,7 @@ fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) ->
     })
 }
 
-/// The launch that computes the schedule of a step for a launch of decode. It lies behind the first
+/// The launch that computes the schedule of a step for a launch of decode. It is behind the first
 /// `start` bytes of the workspace.
 fn schedule_ctas(decode: &Launch, start: usize) -> StepSchedule {
     let launch =

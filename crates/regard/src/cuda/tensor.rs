@@ -77,7 +77,7 @@ impl<'a, T: Element> DeviceView<'a, T> {
     }
 
     /// A view of the slice. `strides` of `None` means contiguous, over the whole slice; otherwise
-    /// every element that they reach must lie in it.
+    /// every element that they reach must be in it.
     ///
     /// # Errors
     /// If shape and strides reach outside the slice.

@@ -438,10 +438,10 @@ impl Gpu {
             encoder.set_pipeline(&pipeline);
             encoder.set_bytes(dispatch.params.bytes(), 0);
             for (index, binding) in dispatch.buffers.iter().enumerate().skip(1) {
-                // What stands in for a buffer is not written.
+                // A stand-in for a buffer is not written.
                 let writable = binding.is_some_and(|binding| binding.writable);
                 if let Some(Binding { buffer, offset, .. }) = binding.or(any) {
-                    // SAFETY: bindings lie inside their buffers, which their views have borrowed;
+                    // SAFETY: bindings are inside their buffers, which their views have borrowed;
                     // the rest is the caller's promise.
                     unsafe {
                         let buffer = &*(buffer as *const BufferObject);
@@ -522,8 +522,8 @@ impl Gpu {
     /// committing and waiting took.
     ///
     /// # Errors
-    /// Those of `encode`; [`Error::Driver`] if the GPU fails or stops the work, with the status of
-    /// the command buffer.
+    /// The errors of `encode`; [`Error::Driver`] if the GPU fails or stops the work, with the
+    /// status of the command buffer.
     pub fn submit(
         &self,
         encode: impl FnOnce(&EncoderObject) -> Result<(), Error>,

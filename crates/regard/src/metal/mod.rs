@@ -23,6 +23,8 @@ mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
 pub use append::{Append, AppendLatent, Rotary};
+#[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+pub use device::{Gpu, Workspace};
 pub use launch::tile_map;
 pub use library_source::source;
 pub use mask_map::TileMap;

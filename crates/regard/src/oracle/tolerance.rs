@@ -16,7 +16,7 @@
 //!   (`epsilon * |out|`; for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the
 //!   spacing stays that of the smallest normal number.
 //!
-//! Where naive itself is not finite its error counts as 0. A row that keeps no key must be exactly
+//! If naive itself is not finite, its error counts as 0. A row that keeps no key must be exactly
 //! 0, and its lse exactly minus infinity if no sink gives it a value. A row whose reference is not
 //! finite (its own query or a key it sees is not, or they are larger than the contract covers) is
 //! not judged. Nor is a NaN in another row of a sequence and key/value head in which a key or value

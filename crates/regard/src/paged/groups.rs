@@ -8,7 +8,7 @@ pub(super) struct PrefixFinder {
     shared: Vec<usize>,
 }
 
-/// What a step finds: one group for each, in the order of the batch.
+/// The groups of a step: one for each, in the order of the batch.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PrefixGroups {
     /// The group of each sequence, -1 for none.

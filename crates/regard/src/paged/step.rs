@@ -256,8 +256,8 @@ impl Step {
     /// the step does not have bring no rows and have no keys; entries that rows do not have are -1.
     ///
     /// # Errors
-    /// If the layout has too little room, or `packed` is not as long as it says. Nothing is written
-    /// then.
+    /// If the layout has too little room, or `packed` is not as long as the layout. Nothing is
+    /// written then.
     ///
     /// # Panics
     /// If the step was not finished.

@@ -50,7 +50,7 @@ pub struct Value {
 pub struct Enumeration {
     /// Its name, the same in every language.
     pub name: &'static str,
-    /// What it says.
+    /// Its text.
     pub comment: &'static str,
     /// Its values, in order.
     pub values: &'static [Value],

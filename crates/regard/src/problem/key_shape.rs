@@ -1,4 +1,4 @@
-//! What the shapes of keys say of a problem.
+//! The facts of a problem in the shapes of its keys.
 
 use super::KvStorage;
 

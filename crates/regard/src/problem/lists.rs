@@ -1,4 +1,4 @@
-//! What plans know of lists of keys.
+//! Facts of lists of keys in plans.
 
 use super::{Inputs, KeyLists, ListEntries, MAX_LEN};
 use crate::error::Error;

@@ -70,7 +70,7 @@ impl<M: Memory> Inputs<'_, M> {
         pages.map_or(0, |pages| pages.saturating_mul(self.k.shape()[1]).min(MAX_LEN))
     }
 
-    /// Nothing beside page lists says where keys are, and positions are given for queries and pages
+    /// Only page lists tell where keys are, and positions are given for queries and pages
     /// or for neither.
     pub(super) fn check_pages_stand_alone(&self) -> Result<(), Error> {
         let attention = &self.attention;

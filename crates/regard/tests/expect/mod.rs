@@ -1,4 +1,4 @@
-//! What an error must say.
+//! The parts that an error must have.
 
 use regard::Error;
 
@@ -6,10 +6,10 @@ use regard::Error;
 #[track_caller]
 pub fn expect(error: Error, argument: &str, found: &str, allowed: &str) {
     let message = error.to_string();
-    let Error::Argument { argument: names, found: shows, allowed: says } = error else {
+    let Error::Argument { argument: names, found: shows, allowed: allows } = error else {
         panic!("not an argument error: {message}");
     };
     assert_eq!(names, argument, "{message}");
     assert!(shows.contains(found), "{message}: does not show {found:?}");
-    assert!(says.contains(allowed), "{message}: does not allow {allowed:?}");
+    assert!(allows.contains(allowed), "{message}: does not allow {allowed:?}");
 }

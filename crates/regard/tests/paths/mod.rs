@@ -77,7 +77,7 @@ pub fn imports(source: &Path) -> Vec<Import> {
     imports
 }
 
-/// The modules that are files: `name.rs` or `name/mod.rs`, and what lies in `name/`.
+/// The modules that are files: `name.rs` or `name/mod.rs`, and what is in `name/`.
 fn find_modules(source: &Path, module: &[String], folder: &str, modules: &mut Modules) {
     let mut entries: Vec<_> = fs::read_dir(source.join(folder))
         .expect("a source folder")

@@ -42,11 +42,11 @@ pub fn on(machine: &Machine) -> impl Fn(&Inputs, &mut Outputs) -> Result<(), Err
     }
 }
 
-/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MOST_WORK`, for
+/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MAX_WORK`, for
 /// emulators, sanitizers and long runs; else `default`.
 pub fn most_work(default: usize) -> usize {
-    let given = std::env::var("REGARD_MOST_WORK");
-    given.map_or(default, |number| number.parse().expect("REGARD_MOST_WORK is a number"))
+    let given = std::env::var("REGARD_MAX_WORK");
+    given.map_or(default, |number| number.parse().expect("REGARD_MAX_WORK is a number"))
 }
 
 /// How many rows of a case are judged: `REGARD_JUDGED_ROWS`, for emulators and sanitizers, where
@@ -86,7 +86,7 @@ pub fn for_all<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<(), String> + S
     );
 }
 
-/// Leaves a case behind for `regard check`, and says where. The file asks for an f32 output by
+/// Leaves a case behind for `regard check`, and prints where. The file asks for an f32 output by
 /// bringing the oracle's.
 pub fn leave_behind(case: &Case) -> PathBuf {
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));

@@ -70,7 +70,7 @@ impl Pool {
         self.bytes.as_chunks().0.iter().flat_map(number).collect()
     }
 
-    /// Quantizes a row to a slot, as the contract says.
+    /// Quantizes a row to a slot, by the contract.
     fn store(&mut self, format: DType, scaling: Scaling, slot: usize, head: usize, row: &[f32]) {
         let at = slot * HEADS + head;
         let codes = &mut self.bytes[at * head_bytes(format)..][..head_bytes(format)];

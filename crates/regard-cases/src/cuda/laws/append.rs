@@ -207,7 +207,7 @@ impl Trial {
         self.rotary.map_or(2, |(dims, _)| dims)
     }
 
-    /// What the pools and queries should hold after the append.
+    /// Expected pools and queries after the append.
     fn append_on_host(&self, expected: &mut Expected, new_keys: &[f64], new_values: &[f64]) {
         let [heads, query_heads] = self.heads;
         let [key_dim, value_dim] = self.dims;

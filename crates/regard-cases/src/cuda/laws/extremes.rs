@@ -233,7 +233,7 @@ pub fn far_strides(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("batch and heads {FAR} elements apart, {judged} rows"))
 }
 
-/// A host tensor of two entries along `dimension`, which lie `far` elements apart on the GPU.
+/// A host tensor of two entries along `dimension`, `far` elements apart on the GPU.
 struct Spread {
     memory: CudaSlice<u8>,
     shape: Vec<usize>,

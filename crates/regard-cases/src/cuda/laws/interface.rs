@@ -95,12 +95,12 @@ pub(super) fn expect_refused(
     match result {
         Ok(()) => Err(Broken(format!("{what} was accepted"))),
         Err(error) => expect(error.to_string().contains(words), || {
-            format!("{what}: \"{error}\" does not say \"{words}\"")
+            format!("{what}: \"{error}\" lacks \"{words}\"")
         }),
     }
 }
 
-/// Calls that must not run, and say why.
+/// Calls that must not run, and give the reason.
 pub fn refusals(runner: &mut Runner) -> Result<String, Broken> {
     let (gpu, stream) = (runner.gpu(), runner.stream());
     let doing = |error| Broken::from(driver_error("allocating", error));

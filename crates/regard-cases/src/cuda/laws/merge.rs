@@ -226,7 +226,7 @@ fn shards_of_a_cache(runner: &mut Runner, layout: KeyLayout, count: usize) -> Re
     Ok(())
 }
 
-/// Merges that must not run, and say why.
+/// Merges that must not run, and give the reason.
 fn refusals(runner: &Runner) -> Result<usize, Broken> {
     let (gpu, stream) = (runner.gpu(), runner.stream());
     let memory =

@@ -19,7 +19,7 @@ pub struct ProductLoop {
     /// Needs the instructions that it was found for.
     pub run: Products,
     /// Multiplications and additions a round.
-    pub flops_a_round: u64,
+    pub flops_per_round: u64,
 }
 
 /// The loop of f32 multiply-adds at a SIMD level that this CPU has.
@@ -35,14 +35,14 @@ pub fn f32_products(level: Level) -> ProductLoop {
         Level::Neon => neon::neon,
         _ => plain,
     };
-    ProductLoop { run, flops_a_round: (2 * CHAINS * level.lanes()) as u64 }
+    ProductLoop { run, flops_per_round: (2 * CHAINS * level.lanes()) as u64 }
 }
 
 /// The loop of bf16 products added up in f32 by VDPBF16PS, where this CPU has it.
 pub fn bf16_products() -> Option<ProductLoop> {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16") {
-        return Some(ProductLoop { run: x86::bf16, flops_a_round: (4 * CHAINS * 16) as u64 });
+        return Some(ProductLoop { run: x86::bf16, flops_per_round: (4 * CHAINS * 16) as u64 });
     }
     None
 }
@@ -52,7 +52,7 @@ pub fn bf16_products() -> Option<ProductLoop> {
 pub fn tile_products() -> Option<ProductLoop> {
     #[cfg(target_arch = "x86_64")]
     if Level::Avx512.has(regard::cpu::Bf16Products::Tiles) {
-        return Some(ProductLoop { run: x86::tiles, flops_a_round: 4 * 2 * 16 * 16 * 32 });
+        return Some(ProductLoop { run: x86::tiles, flops_per_round: 4 * 2 * 16 * 16 * 32 });
     }
     None
 }

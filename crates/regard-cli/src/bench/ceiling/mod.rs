@@ -139,7 +139,7 @@ impl Ceilings {
 
 /// GFLOP/s of all threads together.
 fn products(products_loop: ProductLoop, threads: usize) -> f64 {
-    let ProductLoop { run, flops_a_round } = products_loop;
+    let ProductLoop { run, flops_per_round } = products_loop;
     let sample = |rounds: u64| {
         together(threads, |_| {
             // SAFETY: the loop was found for a level that this CPU has.
@@ -154,7 +154,7 @@ fn products(products_loop: ProductLoop, threads: usize) -> f64 {
         seconds = sample(rounds);
     }
     let seconds = median((0..SAMPLES).map(|_| sample(rounds)).collect());
-    (flops_a_round * rounds) as f64 * threads as f64 / seconds / 1e9
+    (flops_per_round * rounds) as f64 * threads as f64 / seconds / 1e9
 }
 
 /// Reads memory as fast as this machine can.
@@ -258,10 +258,10 @@ mod tests {
     #[test]
     fn every_loop_that_this_machine_can_run_computes_something() {
         for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
-            let ProductLoop { run, flops_a_round } = loops::f32_products(level);
+            let ProductLoop { run, flops_per_round } = loops::f32_products(level);
             // SAFETY: the level is available.
             let (some, more) = unsafe { (run(10), run(1_000_000)) };
-            assert!(flops_a_round > 0 && some > 0.0 && more > some, "{level}: {some} {more}");
+            assert!(flops_per_round > 0 && some > 0.0 && more > some, "{level}: {some} {more}");
             let lines: Vec<[u64; 8]> = (0..64).map(|i| [i; 8]).collect();
             for pattern in 0..loops::READ_PATTERNS {
                 // SAFETY: the level is available.

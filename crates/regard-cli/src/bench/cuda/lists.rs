@@ -74,7 +74,7 @@ struct Pages<'a> {
 }
 
 impl<'a> Pages<'a> {
-    /// Those of a block table; keys that are not paged have none.
+    /// The pages of a block table; keys that are not paged have none.
     fn new(problem: &Problem, table: Option<&'a Array>) -> Pages<'a> {
         let block_size = match problem.keys {
             KvStorage::Paged { block_size } => block_size,

@@ -168,7 +168,7 @@ impl OnGpu {
         Ok(OnGpu { plan, out, lse, workspace })
     }
 
-    /// Queues a run on one copy of the operands; `schedule` says that it reads a schedule, and
+    /// Queues a run on one copy of the operands; `schedule` is whether it reads a schedule, and
     /// whether it is the first one that does.
     fn queue(&self, bench: &Bench, on: &Uploaded, schedule: Option<bool>) -> Result<(), Error> {
         let mut views =

@@ -367,6 +367,7 @@ impl Noise {
             Data::Q4_0(period) => repeated(period, which, count)?,
             Data::I32(period) => repeated(period, which, count)?,
             Data::Bool(period) => repeated(period, which, count)?,
+            _ => unreachable!("operands are made of the types above"),
         };
         Array::new(data, shape)
     }

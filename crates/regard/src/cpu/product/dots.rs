@@ -34,7 +34,7 @@ pub struct Dots<'a> {
 /// To be inlined into a function that enables V's features.
 ///
 /// # Safety
-/// The pointers cover what [`Dots`] says, and the enclosing function enables V's features.
+/// The pointers cover the extent in [`Dots`], and the enclosing function enables V's features.
 #[inline(always)]
 pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
     work: &Dots,
@@ -77,7 +77,7 @@ unsafe fn group_dots<V: Vector, E: Storage, const M: usize, const J: usize, cons
     lines_per_step: usize,
 ) {
     let Group { keys, count, .. } = *group;
-    // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys lie inside their
+    // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys are inside their
     // rows. There is at least one key, and at most J scores are stored per row.
     unsafe {
         let mut scores = [0.0f32; 16];

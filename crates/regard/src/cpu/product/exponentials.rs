@@ -17,7 +17,8 @@ const MAX_LANES: usize = 16;
 /// not depend on how they are divided among products.
 pub struct Exponentials {
     work: Cell<Work>,
-    /// What is subtracted from the scores of each row: its running max; 0 if it has seen no key.
+    /// The reference subtracted from the scores of each row: its running max; 0 if it has seen no
+    /// key.
     pub subtract: Cell<[f32; MAX_LANES]>,
     /// Sums of each row's exponentials, lane by lane.
     sums: [Cell<[f32; MAX_LANES]>; ROWS],

@@ -68,7 +68,7 @@ pub const fn terms_per_step<const PAIRED: bool>() -> usize {
 /// To be inlined into a function that enables V's features.
 ///
 /// # Safety
-/// The pointers cover what [`Product`] says, and the enclosing function enables V's features.
+/// The pointers cover the extent in [`Product`], and the enclosing function enables V's features.
 #[inline(always)]
 pub unsafe fn product<
     V: Vector,

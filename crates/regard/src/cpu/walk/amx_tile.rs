@@ -27,7 +27,7 @@ pub fn prefetch_portions(columns: usize) -> usize {
 /// probabilities are 0, but 0 * NaN = NaN.
 ///
 /// # Safety
-/// The scratch holds a packed tile, and `valid` lies inside it.
+/// The scratch holds a packed tile, and `valid` is inside it.
 pub unsafe fn clear_invalid_values<V: Vector>(
     sizes: &Sizes,
     valid: &Range<usize>,
@@ -106,7 +106,7 @@ unsafe fn compute_scores<V: Vector>(
     // Scores past the packed keys are not computed. The softmax hides them.
     let packed = computed.end.min(span.valid.end.next_multiple_of(TILE));
     let depth = pack::padded_depth(score_depth::<true>(sizes));
-    // SAFETY: panels lie inside the packed tile; whole tiles of rows lie inside the scratch.
+    // SAFETY: panels are inside the packed tile; whole tiles of rows are inside the scratch.
     unsafe {
         for start in (computed.start..packed).step_by(COLUMNS) {
             let in_panel = start % panel;
@@ -164,7 +164,7 @@ unsafe fn accumulate_output<V: Vector>(
     let panel = V::LANES * V::TILE_VECTORS;
     let row_tiles = rows.len().div_ceil(TILE);
     let output = ctx.output_row(rows.start);
-    // SAFETY: panels lie inside the packed tile; whole tiles of rows lie inside the scratch.
+    // SAFETY: panels are inside the packed tile; whole tiles of rows are inside the scratch.
     unsafe {
         for start in (0..sizes.value_dim).step_by(COLUMNS) {
             let in_panel = start % panel;

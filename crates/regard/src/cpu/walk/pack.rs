@@ -57,7 +57,7 @@ pub unsafe fn keys<V: Vector, E: Storage>(
 ) {
     let panel = V::LANES * V::TILE_VECTORS;
     let mut group = valid.start / V::LANES * V::LANES;
-    // SAFETY: groups of LANES keys lie inside panels, and panels inside the packed tile.
+    // SAFETY: groups of LANES keys are inside panels, and panels inside the packed tile.
     unsafe {
         while group < valid.end {
             let start = group / panel * panel;

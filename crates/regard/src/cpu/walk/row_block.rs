@@ -38,7 +38,7 @@ pub struct TileWork<'a> {
 }
 
 impl TileWork<'_> {
-    /// What a row block prefetches.
+    /// The prefetches of a row block.
     #[inline(always)]
     pub fn prefetch(&self, block: usize) -> &TilePrefetch<'_> {
         match block + self.prefetching < self.blocks {
@@ -135,7 +135,7 @@ struct RowBlock {
     /// Which of the two buffers of scores and exponentials they have. While one block's
     /// exponentials are computed, the next block's scores are.
     buffer: usize,
-    /// What rescales the rows' previous outputs.
+    /// Factors of the rows' previous outputs.
     factors: [f32; MAX_ROWS],
 }
 
@@ -189,7 +189,7 @@ unsafe fn compute_scores<V: Vector, const PAIRED: bool>(
     let depth = score_depth::<PAIRED>(sizes);
     for start in computed.clone().step_by(panel) {
         let vectors = (computed.end - start).min(panel) / V::LANES;
-        // SAFETY: panels lie inside the packed tile.
+        // SAFETY: panels are inside the packed tile.
         unsafe {
             let work = Product {
                 a: scratch.queries.add(block.rows.start * sizes.padded_head_dim),

@@ -32,7 +32,7 @@ impl RowTile {
     }
 
     /// Converts the valid keys of a tile. Keys and values of that tile are then these rows; what is
-    /// prefetched of the next tile is where `keys` says.
+    /// prefetched of the next tile is given by `keys`.
     ///
     /// # Safety
     /// As [`run_item`](super::attend::run_item), for a tile of the item.

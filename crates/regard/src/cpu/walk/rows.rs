@@ -35,7 +35,7 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     let sequence = &item.sequence;
     let q = &call.inputs.q;
     let addresses = RowAddresses::new(q.as_ptr().cast_mut(), q, q.rank() - 1, sequence);
-    // SAFETY: rows of the item lie inside q and inside the scratch, where they are padded to whole
+    // SAFETY: rows of the item are inside q and inside the scratch, where they are padded to whole
     // vectors and to whole AMX steps.
     unsafe {
         prefetch_rows::<V>(item, &rows, group, &addresses, sizes.head_dim * size_of::<E>());
@@ -107,7 +107,7 @@ pub unsafe fn visible_keys(ctx: ItemContext, rows: &Range<usize>, span: &TileSpa
     if unsafe { hides_tile(ctx, rows, span) } { 0..0 } else { seen }
 }
 
-/// What [`softmax_rows`] works on.
+/// Operands of [`softmax_rows`].
 pub struct SoftmaxRows<'a> {
     pub span: &'a TileSpan,
     /// The keys of the tile that have scores: whole vectors.

@@ -85,7 +85,7 @@ pub type SoftmaxFn = unsafe fn(&ScoreModifiers, &Sequence, &ScoreTile, &mut [Sta
 /// all exponentials) have no branches on scores, so that the CPU overlaps independent rows.
 ///
 /// # Safety
-/// As [`Vector`]'s methods. `computed` lies inside the scores. There are as many states and factors
+/// As [`Vector`]'s methods. `computed` is inside the scores. There are as many states and factors
 /// as rows.
 #[inline(always)]
 pub unsafe fn softmax_step<V: Vector, const PAIRED: bool>(
@@ -196,9 +196,9 @@ pub unsafe fn finish_softmax<V: Vector, const PAIRED: bool>(
     }
 }
 
-/// What is subtracted from the scores of a row. If the row has seen no key, all its scores are
-/// -inf. Subtracting a finite number keeps them so, and the exponentials are 0; -inf - -inf would
-/// be NaN.
+/// The reference subtracted from the scores of a row. If the row has seen no key, all its scores
+/// are -inf. Subtracting a finite number keeps them so, and the exponentials are 0; -inf - -inf
+/// would be NaN.
 #[inline(always)]
 fn subtracted(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
@@ -263,7 +263,7 @@ unsafe fn rescale_factors<V: Vector>(
     maxima: &mut [f32; MAX_ROWS],
     rescale: &mut [f32; MAX_ROWS],
 ) {
-    // SAFETY: MAX_ROWS is a multiple of LANES, so whole vectors lie inside the arrays.
+    // SAFETY: MAX_ROWS is a multiple of LANES, so whole vectors are inside the arrays.
     unsafe {
         let mut i = 0;
         while i < rows {
@@ -326,7 +326,7 @@ unsafe fn hide_invisible<V: Vector>(
     let empty = computed.end..computed.end;
     let visible = if visible.is_empty() { &empty } else { visible };
     let lane_mask = V::LANES - 1;
-    // SAFETY: whole vectors of `computed`, which lies inside the tile; KEY_INDICES covers the
+    // SAFETY: whole vectors of `computed`, which is inside the tile; KEY_INDICES covers the
     // longest tile.
     unsafe {
         let hidden = V::splat(f32::NEG_INFINITY);
@@ -587,7 +587,7 @@ unsafe fn modify_listed_scores<V: Vector>(
 ) {
     let keys = &list.keys[..row.visible.end];
     let mut numbers = [0.0f32; MAX_TILE_KEYS];
-    // SAFETY: whole vectors of `computed`, which lies inside the tile. A kept key is below
+    // SAFETY: whole vectors of `computed`, which is inside the tile. A kept key is below
     // `kv_len`, so the mask and the tree, which were checked, have an element for it.
     unsafe {
         if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {

@@ -64,7 +64,7 @@ pub unsafe fn attend_tile<V: Vector, const PAIRED: bool>(
     let valid = &span.valid;
     // SAFETY: the scratch has room for the addresses of two tiles of keys and of values (its bytes
     // are initialized, and any bytes are an address), and for a tile of scores of ITEM_ROWS rows.
-    // `valid` is not empty and lies inside the tile.
+    // `valid` is not empty and is inside the tile.
     unsafe {
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
         let k_addresses = k.known_addresses(span, k_addresses);

@@ -37,7 +37,7 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
 ) {
     let sizes = ctx.sizes();
     let use_amx = PAIRED && ctx.item.walk == KeyWalk::Amx;
-    // SAFETY: `valid` lies inside the tile, for which the scratch has room.
+    // SAFETY: `valid` is inside the tile, for which the scratch has room.
     let (k_next, v_next) =
         unsafe { pack_tile::<V, E, PAIRED>(ctx, k, v, span, flags.write_output) };
     let blocks = ctx.item.rows.div_ceil(if use_amx { amx::ROWS } else { ROWS });
@@ -108,7 +108,7 @@ unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
     let ItemContext { call, item, scratch } = ctx;
     let (sizes, valid) = (ctx.sizes(), &span.valid);
     let start = span.first_key();
-    // SAFETY: `valid` lies inside the tile, for which the scratch has room.
+    // SAFETY: `valid` is inside the tile, for which the scratch has room.
     unsafe {
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
         let mut known = (span.end - start).min(k_addresses.len());

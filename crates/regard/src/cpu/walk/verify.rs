@@ -98,7 +98,7 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
 ) {
     let ItemContext { item, scratch, .. } = ctx;
     let valid = &span.valid;
-    // SAFETY: `valid` lies inside the tile, for which the scratch has room. The rows are the
+    // SAFETY: `valid` is inside the tile, for which the scratch has room. The rows are the
     // item's.
     unsafe {
         let addresses = scratch.addresses(ctx.sizes());

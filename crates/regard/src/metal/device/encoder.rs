@@ -19,7 +19,7 @@ pub trait Encoder {
     /// Binds a buffer from an offset on, in bytes, which kernels write if it is `writable`.
     ///
     /// # Safety
-    /// The offset lies inside the buffer, which lives and is not used otherwise until the GPU has
+    /// The offset is inside the buffer, which lives and is not used otherwise until the GPU has
     /// run what is encoded.
     unsafe fn set_buffer(&self, buffer: &BufferObject, offset: usize, writable: bool, index: usize);
 

@@ -56,7 +56,7 @@ impl HostCopy {
         view.tensor_mut(0, host.dtype(), host.shape(), Some(host.strides()))
     }
 
-    /// Copies its elements back, and nothing that lies between them. Work that writes it has ended.
+    /// Copies its elements back, and nothing that is between them. Work that writes it has ended.
     ///
     /// # Panics
     /// If the tensor takes another number of bytes than the one that was copied, or has a negative
@@ -72,7 +72,7 @@ impl HostCopy {
         let from: *const u8 = self.buffer.contents().as_ptr().cast();
         for_each_run(to.shape(), to.strides(), &mut |first, len| {
             let (at, bytes) = (first * element, len * element);
-            // SAFETY: runs lie inside the tensor, which is an output that nothing else uses
+            // SAFETY: runs are inside the tensor, which is an output that nothing else uses
             // meanwhile, and the copy is as long.
             unsafe { (start as *mut u8).add(at).copy_from_nonoverlapping(from.add(at), bytes) };
         });

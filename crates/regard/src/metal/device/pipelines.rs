@@ -48,12 +48,12 @@ unsafe impl Send for Archive {}
 unsafe impl Sync for Archive {}
 
 impl Pipelines {
-    /// Those of the shipped source.
+    /// Pipelines of the shipped source.
     pub(super) fn from_source(device: Retained<DeviceObject>, machine: &str) -> Pipelines {
         Pipelines::new(device, machine, Libraries::Source(Slots::default()))
     }
 
-    /// Those of a metallib.
+    /// Pipelines of a metallib.
     pub(super) fn from_metallib(
         device: Retained<DeviceObject>,
         machine: &str,

@@ -39,7 +39,7 @@ constant bool ALIGNED [[function_constant(16)]];
 // How keys and values are stored: a KvFormat.
 constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
-// What the lists of keys that rows attend to hold (decode): 0 where there are none, 1 for positions, 2 for physical
+// The kind of entries in the lists of keys (decode): 0 where there are none, 1 for positions, 2 for physical
 // slots, 3 for pages, 4 for pages with their numbers in the sequence.
 constant int LISTS [[function_constant(19)]];
 // A list of pages: entry e is slot e % BLOCK_SIZE of page e / BLOCK_SIZE. The rows of a sequence share it.
@@ -547,7 +547,7 @@ METAL_FUNC float score_exp(float difference) {
 
 // Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
 // key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test. The
-// mask is not read where the tile map says that it changes nothing (`reads_mask`).
+// mask is not read where, by the tile map, it changes nothing (`reads_mask`).
 METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask,
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;

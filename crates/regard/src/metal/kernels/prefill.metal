@@ -379,7 +379,7 @@ METAL_FUNC void add_parts(threadgroup float* partial_scores, thread Scores& scor
     }
 }
 
-// What a SIMD group holds in registers: its part of 8 rows.
+// The registers of a SIMD group: its part of 8 rows.
 template <typename T, int MATRICES>
 struct PrefillRows {
     simdgroup_matrix<T, 8, 8> query[MATRICES];

@@ -36,17 +36,17 @@ METAL_FUNC float largest_code(int format) {
     return is_format(format, KvFormat::E5M2) ? 57344.0f : 127.0f;
 }
 
-// The nearest code of an 8-bit float with `mantissa_bits` mantissa bits and smallest normal number 2^least_exponent,
+// The nearest code of an 8-bit float with `mantissa_bits` mantissa bits and smallest normal number 2^min_exponent,
 // ties to even, saturated.
-METAL_FUNC uint encode_float8(float x, float largest, int mantissa_bits, int least_exponent) {
+METAL_FUNC uint encode_float8(float x, float largest, int mantissa_bits, int min_exponent) {
     if (is_nan(x)) return 0x7fu;
     const uint sign = as_type<uint>(x) >> 24 & 0x80u;
     const float magnitude = min(magnitude_of(x), largest);
-    const int exponent = max(int(as_type<uint>(magnitude) >> 23) - 127, least_exponent);
+    const int exponent = max(int(as_type<uint>(magnitude) >> 23) - 127, min_exponent);
     // The distance between neighbours is 2^(exponent - mantissa_bits): the quotient is exact.
     const float steps = magnitude * as_type<float>(uint(127 + mantissa_bits - exponent) << 23);
     // Steps run on into the exponent: 2^mantissa_bits of them are the least normal number.
-    return sign | (uint(exponent - least_exponent) * (1u << uint(mantissa_bits)) + uint(rint(steps)));
+    return sign | (uint(exponent - min_exponent) * (1u << uint(mantissa_bits)) + uint(rint(steps)));
 }
 
 // A code of -127 to 127 as a byte; 0 for NaN.

@@ -65,7 +65,7 @@ impl Cache {
         // In turns, so that the pages of a sequence are not neighbours.
         for begun in (0..context).step_by(BLOCK_SIZE) {
             for &sequence in &sequences {
-                // New pages only: there is nothing to copy, and nobody writes the slots.
+                // New pages only: there is nothing to copy, and nothing writes the slots.
                 let _ = pages.append(sequence, BLOCK_SIZE.min(context - begun)).map_err(wrap)?;
             }
         }
