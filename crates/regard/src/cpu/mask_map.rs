@@ -47,13 +47,25 @@ pub struct TileMap {
     pub block_rows: usize,
     /// Keys per tile.
     pub tile_keys: usize,
+    /// Rows of the mask, as many as the plan is for: others do not count.
+    pub rows: usize,
+    /// Keys of the mask, likewise.
+    pub keys: usize,
 }
 
 impl TileMap {
     /// The map of a mask, if there is room for it.
-    pub(super) fn new(space: &MapSpace, tiling: &Tiling, inputs: &Inputs) -> Option<TileMap> {
+    pub(super) fn new(
+        space: &MapSpace,
+        tiling: &Tiling,
+        planned: &Problem,
+        inputs: &Inputs,
+    ) -> Option<TileMap> {
         let mask = inputs.attention.mask.as_ref()?;
         let [batch, heads, rows, keys] = *mask.shape().first_chunk::<4>()?;
+        // A mask may be larger than the plan. What it is for the lengths of one step does not
+        // count: the map may be made once for several.
+        let (rows, keys) = (rows.min(planned.query_len), keys.min(planned.kv_len));
         let map = TileMap {
             at: space.at,
             batch,
@@ -62,6 +74,8 @@ impl TileMap {
             key_tiles: keys.div_ceil(tiling.tile_keys),
             block_rows: BLOCK_ROWS,
             tile_keys: tiling.tile_keys,
+            rows,
+            keys,
         };
         (1..=space.bytes).contains(&map.bytes()).then_some(map)
     }
@@ -90,7 +104,7 @@ impl TileMap {
 
     /// Fills it in on the threads of an executor; `kinds` is as long as the map.
     pub(super) fn fill(&self, kinds: &mut [u8], mask: &Tensor, executor: &dyn Executor) {
-        let [_, _, rows, keys] = *mask.shape() else { unreachable!("checked: four dimensions") };
+        let (rows, keys) = (self.rows, self.keys);
         let to = Kinds(kinds.as_mut_ptr());
         let (blocks, tiles) = (self.batch * self.heads * self.row_blocks, self.key_tiles);
         let task = |number: usize| {
@@ -106,7 +120,9 @@ impl TileMap {
                 }
             }
         };
-        run_tasks(executor, blocks, mask.len().saturating_mul(mask.dtype().size()), &task);
+        let bytes = [self.heads, rows, keys, mask.dtype().size()];
+        let bytes = bytes.into_iter().fold(self.batch, usize::saturating_mul);
+        run_tasks(executor, blocks, bytes, &task);
     }
 }
 

@@ -32,8 +32,7 @@ pub use device::Cpu;
 pub use executor::Rayon;
 pub use executor::{Executor, Inline, run_on_foreign_threads};
 pub use mask_map::TileMap;
-pub(crate) use pool::DefaultExecutor;
-pub use pool::Threads;
+pub use pool::{DefaultExecutor, Threads};
 pub use workspace::Workspace;
 
 use crate::error::{Error, Refusal};
@@ -107,7 +106,7 @@ pub fn run_mapped(
 pub fn tile_map(plan: &Plan, inputs: &Inputs, outputs: &Outputs) -> Result<Option<TileMap>, Error> {
     let (problem, cpu, _) = checked(plan, inputs, outputs, None)?;
     let space = cpu.map.filter(|_| problem.rows() > 0);
-    Ok(space.and_then(|space| TileMap::new(&space, &cpu.tiling, inputs)))
+    Ok(space.and_then(|space| TileMap::new(&space, &cpu.tiling, plan.problem(), inputs)))
 }
 
 /// What the workspace has before a run.
@@ -166,7 +165,7 @@ fn run_prepared(
     let space = cpu.map.filter(|_| prepared.tile_map);
     let end = space.map_or(workspace.len(), |space| space.at);
     let (workspace, behind) = workspace.split_at_mut(end);
-    let map = space.and_then(|space| TileMap::new(&space, &cpu.tiling, inputs));
+    let map = space.and_then(|space| TileMap::new(&space, &cpu.tiling, plan.problem(), inputs));
     let tiles = map.zip(inputs.attention.mask.as_ref());
     let tiles = tiles.map(|(map, mask)| map.kinds(&behind[..map.bytes()], mask));
     let base = Base(workspace.as_mut_ptr());

@@ -27,9 +27,10 @@ pub struct TileMap {
     pub block_rows: usize,
     /// Keys per tile.
     pub tile_keys: usize,
-    /// Rows and keys of the mask.
-    rows: usize,
-    keys: usize,
+    /// Rows of the mask, as many as the operands can have: others do not count.
+    pub rows: usize,
+    /// Keys of the mask, likewise; if one stands for all, as many as the operands can have.
+    pub keys: usize,
 }
 
 impl TileMap {

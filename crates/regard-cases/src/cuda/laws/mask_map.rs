@@ -45,15 +45,15 @@ struct Mapped {
 /// The map by its definition.
 fn expected(map: &TileMap, mask: &Array) -> Result<Vec<u8>, Error> {
     let [batch, heads, rows, keys] = mask.shape()[..] else { panic!("masks have four dimensions") };
+    assert_eq!((map.batch, map.heads), (batch, heads), "the mask's own");
     let (numbers, boolean) = (mask.numbers()?, mask.dtype() == DType::Bool);
     let kind = |sequence: usize, head: usize, block: usize, tile: usize| {
         let (mut keeps, mut changes) = (false, false);
-        for row in (block * map.block_rows..rows).take(map.block_rows) {
-            let first = ((sequence % batch * heads + head % heads) * rows + row) * keys;
-            // One key stands for all.
-            let tile = if keys == 1 { 0 } else { tile };
-            for key in (tile * map.tile_keys..keys).take(map.tile_keys) {
-                let number = numbers[first + key];
+        for row in (block * map.block_rows..map.rows).take(map.block_rows) {
+            let first = ((sequence * heads + head) * rows + row) * keys;
+            for key in (tile * map.tile_keys..map.keys).take(map.tile_keys) {
+                // One key stands for all.
+                let number = numbers[first + if keys == 1 { 0 } else { key }];
                 let hides = number == if boolean { 0.0 } else { f64::NEG_INFINITY };
                 keeps |= !hides;
                 changes |= hides || (!boolean && number != 0.0);
@@ -149,6 +149,15 @@ fn run(runner: &Runner, case: &Case, map: Map) -> Result<Mapped, Broken> {
         let planned = (&plan, workspace.raw());
         found = queue((gpu, stream), planned, &inputs, &mut device, (map, mask))?;
         workspace.check(stream)?;
+        if let (Map::Made | Map::MadeForOthers, Some(map)) = (map, found.0) {
+            let made = workspace.bytes(map.at..map.at + map.bytes(), stream)?;
+            assert_eq!(
+                made,
+                expected(&map, mask)?,
+                "{}: another map than by definition",
+                case.name
+            );
+        }
         out.download(&mut outputs.out, stream)?;
         device_lse.download(lse, stream)
     });

@@ -39,6 +39,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "graph-decode", check: graphs::decode },
     Law { name: "graph-ragged", check: graphs::ragged },
     Law { name: "graph-shards", check: graphs::shards },
+    Law { name: "graph-scheduled", check: graphs::scheduled },
     Law { name: "scheduled-equals-plain", check: schedule::scheduled_equals_plain },
     Law { name: "mapped-equals-plain", check: mask_map::mapped_equals_plain },
     Law { name: "refusals", check: interface::refusals },
