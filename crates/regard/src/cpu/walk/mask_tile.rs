@@ -92,7 +92,7 @@ pub unsafe fn tile_kind(
     keys: &Range<usize>,
 ) -> TileKind {
     let row = |token| MaskRow::new(mask, sequence, token, head, keys.start);
-    // SAFETY: same contract, here and below.
+    // SAFETY: same contract.
     if tokens.clone().all(|token| unsafe { hides_keys(mask, &row(token), keys.len()) }) {
         return TileKind::Hidden;
     }
@@ -100,6 +100,7 @@ pub unsafe fn tile_kind(
     let full = mask.dtype() == DType::Bool
         && tokens.all(|token| {
             let row = row(token);
+            // SAFETY: same contract.
             unsafe { all_kept(row.data, row.count(keys.len())) }
         });
     if full { TileKind::Full } else { TileKind::Mixed }
