@@ -11,7 +11,7 @@ use regard::{DType, Error, Inputs, Outputs, Plan};
 use std::sync::Arc;
 
 /// Runs that read one map, as the layers of a step do.
-const LAYERS: usize = 3;
+const LAYERS: usize = 2;
 
 /// Tile kinds as [`TileMap`] lists them.
 const EMPTY: u8 = 0;
@@ -183,7 +183,8 @@ fn specs() -> Vec<Spec> {
     ] {
         let mask = Some(MaskSpec { dtype: mask, hide: Hide::Blocks, broadcast });
         let name = format!("mask-map/{dtype}-{dim}-{}", specs.len());
-        let spec = Spec::new(name).lengths(&[(390, 800), (300, 700)]).dims(dim, dim).dtype(dtype);
+        let spec = Spec::new(name).lengths(&[(390, 800), (200, 700)]).heads(2, 1);
+        let spec = spec.dims(dim, dim).dtype(dtype);
         let spec = Spec { mask, causal: specs.len() % 2 == 1, ..spec };
         // Single tokens in the same batch, for decode.
         let mixed = spec.clone().lengths(&[(1, 500), (390, 800), (3, 4)]);
