@@ -3,7 +3,8 @@
 
 use super::executor::Executor;
 use super::tasks::run_tasks;
-use super::walk::mask_tile::{TileKinds, tile_kind};
+use super::walk::mask_tile::tile_kind;
+use super::walk::tile_kinds::TileKinds;
 use super::walk::tiling::Tiling;
 use crate::problem::{Inputs, Problem};
 use crate::tensor::Tensor;

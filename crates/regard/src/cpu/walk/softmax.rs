@@ -2,7 +2,7 @@
 //! updated.
 
 use super::list_tile::ListTile;
-use super::mask_tile::{TileKind, TileKinds};
+use super::tile_kinds::{TileKind, TileKinds};
 use super::tiling::MAX_TILE_KEYS;
 use crate::cpu::product::exponentials::{self, Exponentials, Work};
 use crate::cpu::vector::{Storage, Vector, tanh};
