@@ -537,7 +537,7 @@ typedef struct regard_merge {
 // Where the tile map of a mask stands in the workspace: a byte for each sequence, head, block of
 // rows and K tile, in this order, without gaps. 0: the mask hides all keys of the tile from all
 // rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2: neither, or
-// not known.
+// not known; results are as right then, but on a GPU not always to the bit.
 typedef struct regard_tile_map {
   // `sizeof(regard_tile_map)`, in bytes.
   size_t size;
@@ -703,8 +703,8 @@ regard_status regard_plan_map_mask(const struct regard_plan *plan,
 
 // `regard_plan_run` with the tile map that the workspace has: of `regard_plan_map_mask`, on the
 // same stream or in order with this call, with the same plan, mask, and operands of the same
-// shapes; or written by the caller where `regard_plan_tile_map` says. The same bits. Runs leave a
-// map as it is. With another map, results are meaningless.
+// shapes; or written by the caller where `regard_plan_tile_map` says. With the same map, the same
+// bits. Runs leave a map as it is. With that of another mask, results are meaningless.
 regard_status regard_plan_run_mapped(const struct regard_plan *plan,
                                      const struct regard_operands *operands,
                                      void *workspace,

@@ -183,8 +183,8 @@ pub unsafe extern "C" fn regard_plan_map_mask(
 
 /// `regard_plan_run` with the tile map that the workspace has: of `regard_plan_map_mask`, on the
 /// same stream or in order with this call, with the same plan, mask, and operands of the same
-/// shapes; or written by the caller where `regard_plan_tile_map` says. The same bits. Runs leave a
-/// map as it is. With another map, results are meaningless.
+/// shapes; or written by the caller where `regard_plan_tile_map` says. With the same map, the same
+/// bits. Runs leave a map as it is. With that of another mask, results are meaningless.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run_mapped(
     plan: *const Plan,

@@ -448,7 +448,7 @@ pub const REGARD_PREPARED_TILE_MAP: u32 = 1 << 1;
 /// Where the tile map of a mask stands in the workspace: a byte for each sequence, head, block of
 /// rows and K tile, in this order, without gaps. 0: the mask hides all keys of the tile from all
 /// rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2: neither, or
-/// not known.
+/// not known; results are as right then, but on a GPU not always to the bit.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TileMap {

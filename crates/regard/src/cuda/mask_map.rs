@@ -8,7 +8,8 @@ use crate::problem::{Inputs, Problem};
 
 /// The tile map of a mask under a plan: a byte for each sequence, query head, block of rows and K
 /// tile, in this order, without gaps. 0: the mask hides all keys of the tile from all rows of the
-/// block. 1: it changes no score. 2: neither, or not known.
+/// block. 1: it changes no score. 2: neither, or not known; results are as right then, but not
+/// always to the bit.
 ///
 /// Rows are the query tokens of a head. [`tile_map`](super::tile_map) finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
