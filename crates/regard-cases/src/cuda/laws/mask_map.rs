@@ -33,8 +33,8 @@ enum Map {
     MadeForOthers,
     /// The caller writes it.
     Given,
-    /// The caller says nothing of any tile. It is as right, but bits may differ: scores that no mask
-    /// changes take a shorter path.
+    /// The caller says nothing of any tile. It is as right, but bits may differ: scores that no
+    /// mask changes take a shorter path.
     Unknown,
 }
 
