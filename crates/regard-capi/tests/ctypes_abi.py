@@ -3,6 +3,7 @@
     python3 ctypes_abi.py PATH_OF_THE_SHARED_LIBRARY
 
 On the CPU, and on the first NVIDIA GPU if there is one. With REGARD_CUDA_REQUIRED set, a missing GPU is a failure.
+With REGARD_STAND_IN set, the driver is the stand-in of scripts/cuda-host.sh.
 """
 
 import array
@@ -537,7 +538,10 @@ def main(path):
         step(regard, Cuda(), 70)
         append(regard, Cuda())
         append_latent(regard, Cuda())
-        append_quantized(regard, Cuda())
+        if "REGARD_STAND_IN" in os.environ:
+            print("SKIPPED: appending in i8: the stand-in driver does not quantize")
+        else:
+            append_quantized(regard, Cuda())
         merge(regard, Cuda())
     print("all as expected")
 
