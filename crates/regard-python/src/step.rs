@@ -6,6 +6,7 @@ use regard::cpu::{self, Executor, TileMap};
 use regard::cuda::{DeviceMemory, Prepared, RawWorkspace};
 use regard::{Error, Inputs, Memory, Outputs, Plan, Problem};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Mutex;
 
 /// What is computed once.
@@ -148,10 +149,10 @@ impl Step {
         let (problem, mask) = posed(inputs, outputs)?;
         device::beside_captures(|| {
             let mut streams = lock(&self.streams);
-            if !streams.contains_key(&stream) {
-                streams.insert(stream, Own::new(ordinal, plan)?);
-            }
-            let own = streams.get_mut(&stream).expect("it was inserted");
+            let own = match streams.entry(stream) {
+                Entry::Occupied(own) => own.into_mut(),
+                Entry::Vacant(place) => place.insert(Own::new(ordinal, plan)?),
+            };
             let raw = device::handle(stream);
             // SAFETY: the stream is of this GPU (`framework::stream`). The workspace is for this
             // plan and stream alone, and its counters are zero between runs.
