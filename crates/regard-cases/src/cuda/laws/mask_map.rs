@@ -188,7 +188,7 @@ fn specs() -> Vec<Spec> {
     ] {
         let mask = Some(MaskSpec { dtype: mask, hide: Hide::Blocks, broadcast });
         let name = format!("mask-map/{dtype}-{dim}-{}", specs.len());
-        let spec = Spec::new(name).lengths(&[(390, 800), (200, 700)]).heads(2, 1);
+        let spec = Spec::new(name).lengths(&[(390, 800), (390, 700)]).heads(2, 1);
         let spec = spec.dims(dim, dim).dtype(dtype);
         let spec = Spec { mask, causal: specs.len() % 2 == 1, ..spec };
         // Single tokens in the same batch, for decode.
@@ -206,7 +206,7 @@ fn specs() -> Vec<Spec> {
     specs.extend(beside);
     // All of it is decode's, and there is no map.
     let first = specs[0].clone();
-    specs.push(Spec { name: "mask-map/decode".into(), ..first.lengths(&[(2, 700), (1, 30)]) });
+    specs.push(Spec { name: "mask-map/decode".into(), ..first.lengths(&[(2, 700), (2, 30)]) });
     specs
 }
 
