@@ -20,6 +20,9 @@ judged=()
 run check --device cuda --cases --laws "${judged[@]}" | awk '!/^ok/ || /law\//'
 # The engine contract: what is captured once is replayed.
 LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 cargo tests --quiet --test cuda_engine_contract
+# The C functions from Python: the section for devices.
+cargo build --release --quiet --workspace --exclude xtask --exclude regard-cases --exclude metal-host --lib
+LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 REGARD_STAND_IN=1 python3 crates/regard-capi/tests/ctypes_abi.py "$target/release/libregard_capi.so" | tail -n 1
 # Another seed every time.
 run check --device cuda --random 500 --out "$target/failures"
 # Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU. Short keeps

@@ -130,6 +130,12 @@
 // The same for values and `v_scales`.
 #define REGARD_APPEND_DYNAMIC_V_SCALES (1 << 3)
 
+// Of `regard_plan_run_prepared`: the workspace has the schedule of the step.
+#define REGARD_PREPARED_SCHEDULE (1 << 0)
+
+// Of `regard_plan_run_prepared`: the workspace has the tile map of the mask.
+#define REGARD_PREPARED_TILE_MAP (1 << 1)
+
 // The result of a call. `regard_last_error` has the message.
 enum regard_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -528,6 +534,32 @@ typedef struct regard_merge {
   const struct regard_tensor *lse;
 } regard_merge;
 
+// Where the tile map of a mask stands in the workspace: a byte for each sequence, head, block of
+// rows and K tile, in this order, without gaps. 0: the mask hides all keys of the tile from all
+// rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2: neither, or
+// not known; results are as right then, but on a GPU not always to the bit.
+typedef struct regard_tile_map {
+  // `sizeof(regard_tile_map)`, in bytes.
+  size_t size;
+  // Offset in the workspace, in bytes.
+  size_t at;
+  // Size of the map, in bytes; 0 where there is none.
+  size_t bytes;
+  // Sequences; 1 where the mask is the same for all.
+  int64_t batch;
+  // Query heads, likewise. On Metal, key/value heads.
+  int64_t heads;
+  // Blocks of rows, likewise.
+  int64_t row_blocks;
+  // K tiles; on the CPU, likewise.
+  int64_t key_tiles;
+  // Rows per block. A row is a query token of a head. On Metal rows are packed: row r of a
+  // key/value head is token r / group of its query head r % group.
+  int64_t block_rows;
+  // Keys per tile.
+  int64_t tile_keys;
+} regard_tile_map;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -613,28 +645,6 @@ regard_status regard_plan_run(const struct regard_plan *plan,
                               size_t workspace_bytes,
                               void *stream);
 
-// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
-// share prefixes. All layers of a step have the same lengths, so one call serves all of them:
-// `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
-// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
-// graph can have both. On the CPU and on Metal this does nothing.
-regard_status regard_plan_schedule(const struct regard_plan *plan,
-                                   const struct regard_operands *operands,
-                                   void *workspace,
-                                   size_t workspace_bytes,
-                                   void *stream);
-
-// `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
-// same bits. That call was before this one, on the same stream or in order with it, with the same
-// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
-// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
-// has written lengths, offsets, block tables or prefix groups.
-regard_status regard_plan_run_scheduled(const struct regard_plan *plan,
-                                        const struct regard_operands *operands,
-                                        void *workspace,
-                                        size_t workspace_bytes,
-                                        void *stream);
-
 // Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
 // quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
 // `cudaStream_t`, null for the default stream; on Metal an `id<MTLComputeCommandEncoder>`), and
@@ -657,6 +667,68 @@ regard_status regard_merge_run(const struct regard_merge *merge,
 
 // Loads what `regard_merge_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_merge_load(const struct regard_device *device);
+
+// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
+// share prefixes. All layers of a step have the same lengths, so one call serves all of them:
+// `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
+// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
+// graph can have both. On the CPU and on Metal this does nothing.
+regard_status regard_plan_schedule(const struct regard_plan *plan,
+                                   const struct regard_operands *operands,
+                                   void *workspace,
+                                   size_t workspace_bytes,
+                                   void *stream);
+
+// `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
+// same bits. That call was before this one, on the same stream or in order with it, with the same
+// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
+// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
+// has written lengths, offsets, block tables or prefix groups.
+regard_status regard_plan_run_scheduled(const struct regard_plan *plan,
+                                        const struct regard_operands *operands,
+                                        void *workspace,
+                                        size_t workspace_bytes,
+                                        void *stream);
+
+// Makes the tile map of the mask in the workspace: which tiles of rows and keys the mask hides or
+// leaves unchanged. Layers that share a mask make it once, and read it with
+// `regard_plan_run_mapped`. Of the operands, only shapes and the mask are read. Work on `stream`
+// as that of `regard_plan_run`; a captured graph can have both. Where no map is used
+// (`regard_plan_tile_map`) this does nothing.
+regard_status regard_plan_map_mask(const struct regard_plan *plan,
+                                   const struct regard_operands *operands,
+                                   void *workspace,
+                                   size_t workspace_bytes,
+                                   void *stream);
+
+// `regard_plan_run` with the tile map that the workspace has: of `regard_plan_map_mask`, on the
+// same stream or in order with this call, with the same plan, mask, and operands of the same
+// shapes; or written by the caller where `regard_plan_tile_map` says. With the same map, the same
+// bits. Runs leave a map as it is. With that of another mask, results are meaningless.
+regard_status regard_plan_run_mapped(const struct regard_plan *plan,
+                                     const struct regard_operands *operands,
+                                     void *workspace,
+                                     size_t workspace_bytes,
+                                     void *stream);
+
+// `regard_plan_run` with what the workspace has: `prepared` is `REGARD_PREPARED_SCHEDULE` (as
+// `regard_plan_run_scheduled`), `REGARD_PREPARED_TILE_MAP` (as `regard_plan_run_mapped`), both,
+// or 0.
+regard_status regard_plan_run_prepared(const struct regard_plan *plan,
+                                       const struct regard_operands *operands,
+                                       void *workspace,
+                                       size_t workspace_bytes,
+                                       void *stream,
+                                       uint32_t prepared);
+
+// Writes to `map` where the tile map of the mask stands that `regard_plan_run_mapped` reads with
+// these operands, for a caller that writes it; a map of 0 bytes if none is used: there is no mask,
+// kernels for few rows run, or the map would be larger than planned. On CUDA the strides, the
+// alignment and the scale of the operands choose between two kernels, whose maps may differ: ask
+// for each kind of layer. `map->size` must be set.
+regard_status regard_plan_tile_map(const struct regard_plan *plan,
+                                   const struct regard_operands *operands,
+                                   struct regard_tile_map *map);
 
 #ifdef __cplusplus
 }  // extern "C"

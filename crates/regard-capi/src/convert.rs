@@ -57,6 +57,11 @@ unsafe impl Versioned for types::Device {
     const NAME: &'static str = "regard_device";
     const FIRST_SIZE: usize = size_of::<types::Device>();
 }
+// SAFETY: see the definitions.
+unsafe impl Versioned for types::TileMap {
+    const NAME: &'static str = "regard_tile_map";
+    const FIRST_SIZE: usize = size_of::<types::TileMap>();
+}
 
 /// The size in the caller's struct, if that makes sense.
 ///

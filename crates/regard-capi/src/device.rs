@@ -3,7 +3,7 @@
 use crate::convert::{self, bad};
 use crate::status::Failure;
 use crate::types::{self, DeviceKind};
-use regard::cpu::{Cpu, Executor, Inline, run_on_foreign_threads};
+use regard::cpu::{Cpu, DefaultExecutor, Executor, Inline, run_on_foreign_threads};
 use regard::{Device, Error, Inputs, Machine, Outputs, Plan};
 use std::ffi::{CStr, c_void};
 #[cfg(any(feature = "cuda", metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
@@ -214,20 +214,36 @@ pub fn cpu(machine: &Machine, executor: Option<&Callback>) -> Result<Cpu, Error>
     })
 }
 
-/// Runs a CPU plan: on the caller's threads if there are some, on this thread if it is for one,
-/// else on the library's.
+/// The threads of a CPU plan: the caller's if there are some, this thread if it is for one, else
+/// the library's.
+fn executor_of<'a>(plan: &Plan, executor: Option<&'a Callback>) -> &'a dyn Executor {
+    match (executor, &plan.machine().device) {
+        (Some(executor), _) => executor,
+        (None, Device::Cpu(facts)) if facts.threads == 1 => &Inline,
+        _ => &DefaultExecutor,
+    }
+}
+
+/// Runs a CPU plan; `mapped`, with the tile map that the workspace has.
 pub fn run_on_cpu(
     plan: &Plan,
     executor: Option<&Callback>,
     inputs: &Inputs,
     outputs: &mut Outputs,
     workspace: &mut [u8],
+    mapped: bool,
 ) -> Result<(), Error> {
-    match (executor, &plan.machine().device) {
-        (Some(executor), _) => regard::cpu::run(plan, inputs, outputs, workspace, executor),
-        (None, Device::Cpu(facts)) if facts.threads == 1 => {
-            regard::cpu::run(plan, inputs, outputs, workspace, &Inline)
-        }
-        _ => plan.run(inputs, outputs, workspace),
-    }
+    let run = if mapped { regard::cpu::run_mapped } else { regard::cpu::run };
+    run(plan, inputs, outputs, workspace, executor_of(plan, executor))
+}
+
+/// Makes the tile map of a CPU plan.
+pub fn map_on_cpu(
+    plan: &Plan,
+    executor: Option<&Callback>,
+    inputs: &Inputs,
+    outputs: &Outputs,
+    workspace: &mut [u8],
+) -> Result<(), Error> {
+    regard::cpu::map_mask(plan, inputs, outputs, workspace, executor_of(plan, executor))
 }

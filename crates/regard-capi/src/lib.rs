@@ -19,6 +19,7 @@ mod lists;
 #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 mod metal;
 mod status;
+mod step;
 mod types;
 
 use cache::NewTokens;
@@ -30,6 +31,7 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_void};
 use std::ptr;
 use std::sync::OnceLock;
+use step::Memory;
 use types::{Device, Operands, Status};
 
 /// How a problem runs on a device. Made once, run many times, from any number of threads at once
@@ -241,113 +243,8 @@ pub unsafe extern "C" fn regard_plan_run(
 ) -> Status {
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
-        run(expect_plan(plan)?, operands, workspace, workspace_bytes, stream, false)
-    })
-}
-
-/// Runs a plan on operands, on CUDA with the schedule in the workspace if there is one.
-///
-/// # Safety
-/// As [`regard_plan_run`], or [`regard_plan_run_scheduled`].
-unsafe fn run(
-    Plan { plan, runner, .. }: &Plan,
-    operands: *const Operands,
-    workspace: *mut c_void,
-    workspace_bytes: usize,
-    stream: *mut c_void,
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] scheduled: bool,
-) -> Result<(), Failure> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let operands = convert::read("operands", operands)?;
-        match runner {
-            Runner::Cpu(executor) => {
-                expect_no_stream(stream)?;
-                let (inputs, mut outputs) = convert::operands(&operands)?;
-                let workspace =
-                    convert::workspace(workspace, workspace_bytes, plan.workspace_bytes())?;
-                device::run_on_cpu(plan, executor.as_ref(), &inputs, &mut outputs, workspace)?;
-            }
-            #[cfg(feature = "cuda")]
-            Runner::Cuda(gpu) => {
-                let (inputs, mut outputs) = convert::operands(&operands)?;
-                let (stream, workspace) =
-                    (stream.cast(), device_workspace(workspace, workspace_bytes));
-                match scheduled {
-                    true => gpu.run_scheduled(plan, stream, &inputs, &mut outputs, workspace)?,
-                    false => gpu.run_raw(plan, stream, &inputs, &mut outputs, workspace)?,
-                }
-            }
-            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
-            Runner::Metal(gpu) => {
-                let (inputs, mut outputs) = convert::operands(&operands)?;
-                let workspace = metal::Workspace { buffer: workspace, bytes: workspace_bytes };
-                metal::run(gpu, plan, stream, &inputs, &mut outputs, &workspace)?;
-            }
-            Runner::Absent => return Err(not_here(plan)),
-        }
-        Ok(())
-    }
-}
-
-/// A workspace in device memory.
-#[cfg(feature = "cuda")]
-fn device_workspace(address: *mut c_void, bytes: usize) -> regard::cuda::RawWorkspace {
-    regard::cuda::RawWorkspace { address: address as u64, bytes }
-}
-
-/// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
-/// share prefixes. All layers of a step have the same lengths, so one call serves all of them:
-/// `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
-/// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
-/// graph can have both. On the CPU and on Metal this does nothing.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn regard_plan_schedule(
-    plan: *const Plan,
-    operands: *const Operands,
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] workspace: *mut c_void,
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] workspace_bytes: usize,
-    stream: *mut c_void,
-) -> Status {
-    // SAFETY: the caller's promise.
-    status::status(|| unsafe {
-        let Plan { plan, runner, .. } = expect_plan(plan)?;
-        let operands = convert::read("operands", operands)?;
-        match runner {
-            Runner::Cpu(_) => {
-                expect_no_stream(stream)?;
-                convert::operands::<Host>(&operands)?;
-            }
-            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
-            Runner::Metal(_) => {}
-            #[cfg(feature = "cuda")]
-            Runner::Cuda(gpu) => {
-                let (inputs, outputs) = convert::operands(&operands)?;
-                let workspace = device_workspace(workspace, workspace_bytes);
-                gpu.schedule(plan, stream.cast(), &inputs, &outputs, workspace)?;
-            }
-            Runner::Absent => return Err(not_here(plan)),
-        }
-        Ok(())
-    })
-}
-
-/// `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
-/// same bits. That call was before this one, on the same stream or in order with it, with the same
-/// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
-/// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
-/// has written lengths, offsets, block tables or prefix groups.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn regard_plan_run_scheduled(
-    plan: *const Plan,
-    operands: *const Operands,
-    workspace: *mut c_void,
-    workspace_bytes: usize,
-    stream: *mut c_void,
-) -> Status {
-    // SAFETY: the caller's promise.
-    status::status(|| unsafe {
-        run(expect_plan(plan)?, operands, workspace, workspace_bytes, stream, true)
+        let workspace = Memory { data: workspace, bytes: workspace_bytes };
+        step::run(expect_plan(plan)?, operands, workspace, stream, 0)
     })
 }
 

@@ -87,7 +87,24 @@ pub struct Workspace {
     pub bytes: usize,
 }
 
-/// Encodes a run.
+impl Workspace {
+    /// The buffer's first bytes.
+    ///
+    /// # Safety
+    /// It is null or an `id<MTLBuffer>`, which lives for `'a`.
+    unsafe fn view<'a>(&self) -> Result<BufferView<'a>, Failure> {
+        // SAFETY: passed on.
+        let view = unsafe { buffer(self.buffer) };
+        if self.bytes > view.bytes() {
+            let allowed = format!("at most {}, the length of the buffer", view.bytes());
+            return Err(bad("workspace_bytes", self.bytes, allowed));
+        }
+        // SAFETY: the same buffer, and no more of it than it has.
+        Ok(unsafe { BufferView::from_raw(self.buffer as usize, view.address(), self.bytes) })
+    }
+}
+
+/// Encodes a run; `mapped`, with the tile map that the workspace has.
 ///
 /// # Safety
 /// As [`Gpu::run`]; `stream` as [`encoder`] wants it, and the workspace is null or an
@@ -96,19 +113,35 @@ pub unsafe fn run(
     gpu: &Gpu,
     plan: &Plan,
     stream: *mut c_void,
-    inputs: &Inputs<MetalMemory>,
-    outputs: &mut Outputs<MetalMemory>,
+    (inputs, outputs): (&Inputs<MetalMemory>, &mut Outputs<MetalMemory>),
+    workspace: &Workspace,
+    mapped: bool,
+) -> Result<(), Failure> {
+    // SAFETY: passed on, here and below.
+    unsafe {
+        let (encoder, view) = (encoder(stream)?, workspace.view()?);
+        match mapped {
+            true => gpu.run_mapped_raw(plan, encoder, inputs, outputs, &view)?,
+            false => gpu.run_raw(plan, encoder, inputs, outputs, &view)?,
+        }
+    }
+    Ok(())
+}
+
+/// Encodes the making of a tile map.
+///
+/// # Safety
+/// As [`run`].
+pub unsafe fn map_mask(
+    gpu: &Gpu,
+    plan: &Plan,
+    stream: *mut c_void,
+    (inputs, outputs): (&Inputs<MetalMemory>, &Outputs<MetalMemory>),
     workspace: &Workspace,
 ) -> Result<(), Failure> {
     // SAFETY: passed on.
-    let (encoder, view) = unsafe { (encoder(stream)?, buffer(workspace.buffer)) };
-    if workspace.bytes > view.bytes() {
-        let allowed = format!("at most {}, the length of the buffer", view.bytes());
-        return Err(bad("workspace_bytes", workspace.bytes, allowed));
+    unsafe {
+        let (encoder, view) = (encoder(stream)?, workspace.view()?);
+        Ok(gpu.map_mask_raw(plan, encoder, inputs, outputs, &view)?)
     }
-    let object = workspace.buffer as usize;
-    // SAFETY: the same buffer, and no more of it than it has.
-    let view = unsafe { BufferView::from_raw(object, view.address(), workspace.bytes) };
-    // SAFETY: passed on.
-    Ok(unsafe { gpu.run_raw(plan, encoder, inputs, outputs, &view)? })
 }

@@ -440,6 +440,39 @@ pub struct Problem {
     pub second_list_len: i64,
 }
 
+/// Of `regard_plan_run_prepared`: the workspace has the schedule of the step.
+pub const REGARD_PREPARED_SCHEDULE: u32 = 1 << 0;
+/// Of `regard_plan_run_prepared`: the workspace has the tile map of the mask.
+pub const REGARD_PREPARED_TILE_MAP: u32 = 1 << 1;
+
+/// Where the tile map of a mask stands in the workspace: a byte for each sequence, head, block of
+/// rows and K tile, in this order, without gaps. 0: the mask hides all keys of the tile from all
+/// rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2: neither, or
+/// not known; results are as right then, but on a GPU not always to the bit.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TileMap {
+    /// `sizeof(regard_tile_map)`, in bytes.
+    pub size: usize,
+    /// Offset in the workspace, in bytes.
+    pub at: usize,
+    /// Size of the map, in bytes; 0 where there is none.
+    pub bytes: usize,
+    /// Sequences; 1 where the mask is the same for all.
+    pub batch: i64,
+    /// Query heads, likewise. On Metal, key/value heads.
+    pub heads: i64,
+    /// Blocks of rows, likewise.
+    pub row_blocks: i64,
+    /// K tiles; on the CPU, likewise.
+    pub key_tiles: i64,
+    /// Rows per block. A row is a query token of a head. On Metal rows are packed: row r of a
+    /// key/value head is token r / group of its query head r % group.
+    pub block_rows: i64,
+    /// Keys per tile.
+    pub tile_keys: i64,
+}
+
 /// Work that an executor's threads are to do.
 pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
 
@@ -493,4 +526,5 @@ const _: () = {
     assert!(size_of::<Append>() == 104);
     assert!(size_of::<Problem>() == 160);
     assert!(size_of::<Device>() == 56);
+    assert!(size_of::<TileMap>() == 72);
 };

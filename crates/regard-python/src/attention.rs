@@ -36,8 +36,14 @@ fn plan_for(problem: Problem, place: Place, threads: Option<usize>) -> PyResult<
     Ok(plan)
 }
 
-const ATTENTION: Takes =
-    Takes { function: "attention", fixed: true, out: true, threads: true, stream: true };
+const ATTENTION: Takes = Takes {
+    function: "attention",
+    fixed: true,
+    out: true,
+    threads: true,
+    stream: true,
+    prepared: false,
+};
 
 /// An array that a call writes: the caller's, or a new one.
 fn output<'py>(

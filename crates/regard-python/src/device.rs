@@ -31,7 +31,7 @@ pub fn gpu(ordinal: i32) -> Result<Arc<Gpu>, Error> {
 }
 
 /// The guarded value is consistent even after a panic.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -107,6 +107,16 @@ impl Allocation {
             .result()
             .map_err(|error| driver_error(format!("allocating {bytes} bytes"), error))?;
         Ok(Allocation { gpu, address })
+    }
+
+    /// A workspace of its own for a plan: its counters are zero.
+    ///
+    /// # Errors
+    /// As [`Allocation::new`].
+    pub fn workspace(ordinal: i32, bytes: usize) -> Result<Allocation, Fault> {
+        let allocation = Allocation::new(ordinal, bytes.max(COUNTER_BYTES))?;
+        allocation.zero(COUNTER_BYTES)?;
+        Ok(allocation)
     }
 
     /// A `CUdeviceptr`.
@@ -192,12 +202,22 @@ pub fn with_workspace(
     bytes: usize,
     queue: impl FnOnce(RawWorkspace) -> Result<(), Error>,
 ) -> Result<(), Fault> {
+    beside_captures(|| {
+        let mut workspaces = lock(&WORKSPACES);
+        let workspace = workspaces.get_or_insert_default().get(ordinal, stream, bytes)?;
+        Ok(queue(workspace)?)
+    })
+}
+
+/// Calls `work`, which may load kernels and allocate while a graph is captured. The thread's
+/// context is as before afterwards.
+///
+/// # Errors
+/// As `work`.
+pub fn beside_captures<T>(work: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
     let _context = CurrentContext::kept();
-    // Kernels may have to be loaded.
     let _relaxed = RelaxedCapture::begin();
-    let mut workspaces = lock(&WORKSPACES);
-    let workspace = workspaces.get_or_insert_default().get(ordinal, stream, bytes)?;
-    Ok(queue(workspace)?)
+    work()
 }
 
 /// Loads a plan's kernels and makes the stream's workspace, so that nothing is left to do while a

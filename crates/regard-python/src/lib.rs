@@ -12,6 +12,7 @@ mod openmp;
 mod operands;
 mod pages;
 mod plan;
+mod step;
 
 use pyo3::prelude::*;
 

@@ -119,6 +119,10 @@ pub struct Extra<'py> {
     pub out_dtype: Option<DType>,
     /// Threads of a CPU plan.
     pub threads: Option<usize>,
+    /// Whether the run reads the schedule that `Plan.schedule` has left.
+    pub scheduled: bool,
+    /// Whether the run reads the tile map that `Plan.map_mask` has left.
+    pub mapped: bool,
 }
 
 /// The argument of that name, if it is an array and nothing else.
@@ -173,6 +177,20 @@ pub struct Takes {
     pub threads: bool,
     /// `stream`.
     pub stream: bool,
+    /// `scheduled` and `mapped`.
+    pub prepared: bool,
+}
+
+impl Takes {
+    /// None of them.
+    pub const NOTHING: Takes = Takes {
+        function: "",
+        fixed: false,
+        out: false,
+        threads: false,
+        stream: false,
+        prepared: false,
+    };
 }
 
 /// An attention call's arguments.
@@ -284,6 +302,8 @@ impl<'py> Call<'py> {
             "out" if takes.out => extra.out = given(value),
             "stream" if takes.stream => extra.stream = given(value),
             "threads" if takes.threads => extra.threads = number("threads", &value)?,
+            "scheduled" if takes.prepared => extra.scheduled = value.is_truthy()?,
+            "mapped" if takes.prepared => extra.mapped = value.is_truthy()?,
             "scale" if takes.fixed => attention.scale = number("scale", &value)?,
             "causal" if takes.fixed => attention.causal = value.is_truthy()?,
             "window" if takes.fixed => attention.window = window(&value)?,

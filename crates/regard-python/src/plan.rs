@@ -1,13 +1,16 @@
 //! `regard.Plan`, and running a plan on operands.
 
 use crate::array::{Array, Place};
+use crate::device;
 use crate::errors::{Fault, argument};
 use crate::framework::{self, Framework};
 use crate::openmp::OpenMp;
 use crate::operands::{self, Call, Fixed, Main, Results, Takes};
+use crate::step::{Shared, Step};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
 use regard::cpu::{Executor, Inline, Threads};
+use regard::cuda::{DeviceMemory, Prepared};
 use regard::{DType, Device, Host, Machine, Problem};
 use std::sync::{Mutex, PoisonError};
 
@@ -17,6 +20,8 @@ pub struct Planned {
     pub plan: regard::Plan,
     /// Host workspaces that no run uses now: one, unless runs overlapped.
     idle: Mutex<Vec<Vec<u8>>>,
+    /// What the layers of a step share.
+    step: Step,
 }
 
 /// The error about a device that regard has no backend for here.
@@ -77,7 +82,7 @@ impl Planned {
     /// If no kernel runs it there.
     pub fn new(problem: &Problem, place: Place, threads: Option<usize>) -> PyResult<Planned> {
         let plan = regard::Plan::new(problem, &machine(place, threads)?).map_err(Fault)?;
-        Ok(Planned { plan, idle: Mutex::new(Vec::new()) })
+        Ok(Planned { plan, idle: Mutex::new(Vec::new()), step: Step::default() })
     }
 
     /// Runs the plan, without the GIL. On a GPU the run is queued on `stream`.
@@ -85,10 +90,7 @@ impl Planned {
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan.
     pub fn run(&self, py: Python<'_>, call: &Call, results: &Results, stream: u64) -> PyResult<()> {
-        operands::expect_place(&results.out, call.place(), "as q")?;
-        if let Some(lse) = &results.lse {
-            operands::expect_place(lse, call.place(), "as q")?;
-        }
+        expect_places(call, results)?;
         match call.place() {
             Place::Cpu => self.run_on_host(py, call, results),
             Place::Cuda(ordinal) => self.run_on_gpu(py, call, results, (ordinal, stream)),
@@ -103,23 +105,88 @@ impl Planned {
         let (inputs, mut outputs) = unsafe {
             (call.inputs::<Host>().map_err(Fault)?, results.outputs::<Host>().map_err(Fault)?)
         };
-        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let plan = &self.plan;
-        let one_thread = matches!(&plan.machine().device, Device::Cpu(facts) if facts.threads == 1);
-        let executor: &dyn Executor = match call.q.framework {
-            _ if one_thread => &Inline,
-            Framework::Torch => &OpenMp,
-            _ => &Threads,
-        };
+        let (plan, executor, mapped) = (&self.plan, self.executor(call), call.extra.mapped);
         let result = py.detach(|| {
-            let taken = idle().pop();
-            let mut workspace = taken.unwrap_or_else(|| vec![0; plan.workspace_bytes()]);
-            let memory = &mut workspace;
-            let result = regard::cpu::run(plan, &inputs, &mut outputs, memory, executor);
-            idle().push(workspace);
-            result
+            self.with_host_workspace(|memory| match mapped {
+                true => {
+                    self.step.expect_map(plan, &inputs, &outputs, memory)?;
+                    regard::cpu::run_mapped(plan, &inputs, &mut outputs, memory, executor)
+                }
+                false => regard::cpu::run(plan, &inputs, &mut outputs, memory, executor),
+            })
         });
         Ok(result.map_err(Fault)?)
+    }
+
+    /// The threads of a call on the CPU.
+    fn executor(&self, call: &Call) -> &'static dyn Executor {
+        let threads = &self.plan.machine().device;
+        match call.q.framework {
+            _ if matches!(threads, Device::Cpu(facts) if facts.threads == 1) => &Inline,
+            Framework::Torch => &OpenMp,
+            _ => &Threads,
+        }
+    }
+
+    /// Calls `work` with host memory that no other run uses.
+    fn with_host_workspace<T>(&self, work: impl FnOnce(&mut [u8]) -> T) -> T {
+        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = idle().pop();
+        let mut workspace = taken.unwrap_or_else(|| vec![0; self.plan.workspace_bytes()]);
+        let result = work(&mut workspace);
+        idle().push(workspace);
+        result
+    }
+
+    /// Computes what the layers of a step share, without the GIL. On a GPU it is queued on
+    /// `stream`, and left in a workspace of the plan's own.
+    ///
+    /// # Errors
+    /// As [`Planned::run`].
+    fn share(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        results: &Results,
+        stream: u64,
+        shared: Shared,
+    ) -> PyResult<()> {
+        expect_places(call, results)?;
+        match call.place() {
+            Place::Cpu => {
+                // SAFETY: as for a run.
+                let (inputs, outputs) = unsafe {
+                    (
+                        call.inputs::<Host>().map_err(Fault)?,
+                        results.outputs::<Host>().map_err(Fault)?,
+                    )
+                };
+                let (plan, executor) = (&self.plan, self.executor(call));
+                let result = py.detach(|| {
+                    self.with_host_workspace(|memory| {
+                        self.step.share_on_host(plan, &inputs, &outputs, memory, executor, shared)
+                    })
+                });
+                Ok(result.map_err(Fault)?)
+            }
+            Place::Cuda(ordinal) => {
+                let in_order = call.frees_in_stream_order() && results.frees_in_stream_order();
+                // SAFETY: as for a run.
+                let (inputs, outputs) = unsafe {
+                    (
+                        call.inputs::<DeviceMemory>().map_err(Fault)?,
+                        results.outputs::<DeviceMemory>().map_err(Fault)?,
+                    )
+                };
+                let result = py.detach(|| -> Result<(), Fault> {
+                    let place = (ordinal, stream);
+                    self.step.share_on_gpu(&self.plan, &inputs, &outputs, place, shared)?;
+                    if in_order { Ok(()) } else { Ok(device::synchronize(ordinal, stream)?) }
+                });
+                Ok(result?)
+            }
+            Place::Other(_) => Err(unsupported(call.place())),
+        }
     }
 
     fn run_on_gpu(
@@ -129,8 +196,6 @@ impl Planned {
         results: &Results,
         (ordinal, stream): (i32, u64),
     ) -> PyResult<()> {
-        use crate::device;
-        use regard::cuda::DeviceMemory;
         // SAFETY: all arrays are in this GPU's memory, which is freed in the order of the stream,
         // or the stream is waited for below.
         let (inputs, mut outputs) = unsafe {
@@ -141,8 +206,14 @@ impl Planned {
         };
         let in_order = call.frees_in_stream_order() && results.frees_in_stream_order();
         let plan = &self.plan;
+        let prepared = Prepared { schedule: call.extra.scheduled, tile_map: call.extra.mapped };
         let result = py.detach(|| -> Result<(), Fault> {
             let gpu = device::gpu(ordinal)?;
+            if prepared != Prepared::default() {
+                let place = (ordinal, stream);
+                self.step.run_on_gpu(plan, &inputs, &mut outputs, place, prepared)?;
+                return if in_order { Ok(()) } else { Ok(device::synchronize(ordinal, stream)?) };
+            }
             let bytes = plan.workspace_bytes();
             device::with_workspace(ordinal, stream, bytes, |workspace| {
                 // SAFETY: the stream is of this GPU (`framework::stream`). The workspace is the
@@ -159,6 +230,15 @@ impl Planned {
         });
         Ok(result?)
     }
+}
+
+/// An error unless results are where the operands are.
+fn expect_places(call: &Call, results: &Results) -> PyResult<()> {
+    operands::expect_place(&results.out, call.place(), "as q")?;
+    if let Some(lse) = &results.lse {
+        operands::expect_place(lse, call.place(), "as q")?;
+    }
+    Ok(())
 }
 
 /// How attention of arrays like these runs on their device: made once, run many times without
@@ -179,10 +259,10 @@ pub struct Plan {
     place: Place,
 }
 
-const NEW: Takes =
-    Takes { function: "Plan", fixed: true, out: false, threads: true, stream: false };
-const RUN: Takes =
-    Takes { function: "Plan.run", fixed: false, out: false, threads: false, stream: true };
+const NEW: Takes = Takes { function: "Plan", fixed: true, threads: true, ..Takes::NOTHING };
+const RUN: Takes = Takes { function: "Plan.run", stream: true, prepared: true, ..Takes::NOTHING };
+const SCHEDULE: Takes = Takes { function: "Plan.schedule", stream: true, ..Takes::NOTHING };
+const MAP_MASK: Takes = Takes { function: "Plan.map_mask", stream: true, ..Takes::NOTHING };
 
 #[pymethods]
 impl Plan {
@@ -224,6 +304,11 @@ impl Plan {
 
     /// Runs the plan on arrays that may be smaller than planned (fewer sequences, shorter queries
     /// or caches), and writes every element of `out` and `lse`. Arguments are those of `attention`.
+    ///
+    /// `scheduled=True` reads what `schedule` has left for this stream, and `mapped=True` what
+    /// `map_mask` has: same bits, less work per layer. On a GPU they run in a workspace of the
+    /// plan's own, which lives as long as the plan: keep it for as long as graphs that have
+    /// captured such runs.
     #[pyo3(
         signature = (q, k, v, out, **options),
         text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, \
@@ -234,7 +319,7 @@ impl Plan {
         page_numbers=None, second_k=None, second_v=None, second_k_scales=None, \
         second_v_scales=None, second_indices=None, second_counts=None, \
         prefix_groups=None, prefix_lens=None, \
-        stream=None)"
+        stream=None, scheduled=False, mapped=False)"
     )]
     fn run(
         &self,
@@ -252,6 +337,61 @@ impl Plan {
         let stream = framework::stream(call.extra.stream.as_ref(), q, &call.q)?;
         self.planned.run(py, &call, &results, stream)?;
         record_streams(&call, [q, k, v, out], options, stream)
+    }
+
+    /// Computes the schedule of a step, for all layers that run with `scheduled=True` on this
+    /// stream: how a GPU divides the work of decode. Arguments are those of `run`; only shapes,
+    /// lengths, offsets and prefix groups are read, and nothing is written to `out`. Until the next
+    /// call, runs have the same lengths, offsets, tables and groups: with others a GPU reads memory
+    /// outside of the arrays. On the CPU there is nothing to compute.
+    #[pyo3(
+        signature = (q, k, v, out, **options),
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, \
+        mask=None, \
+        alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
+        cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
+        key_indices=None, key_counts=None, page_indices=None, page_list_lens=None, \
+        page_numbers=None, second_k=None, second_v=None, second_k_scales=None, \
+        second_v_scales=None, second_indices=None, second_counts=None, \
+        prefix_groups=None, prefix_lens=None, \
+        stream=None)"
+    )]
+    fn schedule(
+        &self,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        self.share_with((SCHEDULE, Shared::Schedule), [q, k, v, out], options)
+    }
+
+    /// Makes the tile map of the mask, for all layers that run with `mapped=True` (on a GPU, on
+    /// this stream): which tiles of rows and keys the mask hides or leaves unchanged. Arguments are
+    /// those of `run`; only shapes and the mask are read, and nothing is written to `out`. Until
+    /// the next call, runs have the same mask; with another, results are meaningless.
+    #[pyo3(
+        signature = (q, k, v, out, **options),
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, \
+        mask=None, \
+        alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
+        cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
+        key_indices=None, key_counts=None, page_indices=None, page_list_lens=None, \
+        page_numbers=None, second_k=None, second_v=None, second_k_scales=None, \
+        second_v_scales=None, second_indices=None, second_counts=None, \
+        prefix_groups=None, prefix_lens=None, \
+        stream=None)"
+    )]
+    fn map_mask(
+        &self,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        self.share_with((MAP_MASK, Shared::TileMap), [q, k, v, out], options)
     }
 
     /// Loads the plan's kernels and makes the stream's workspace ahead of the first run, as a CUDA
@@ -288,6 +428,24 @@ impl Plan {
 
     fn __repr__(&self) -> String {
         format!("<regard.Plan of {} on {}>", self.kernel(), self.planned.plan.machine())
+    }
+}
+
+impl Plan {
+    /// `schedule` or `map_mask`.
+    fn share_with<'py>(
+        &self,
+        (takes, shared): (Takes, Shared),
+        arrays: [&Bound<'py, PyAny>; 4],
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<()> {
+        let [q, k, v, out] = arrays;
+        let call = Call::read(takes, Main { q, k, v }, options, self.fixed)?;
+        operands::expect_place(&call.q, self.place, "as planned")?;
+        let results = Results::read(out, call.extra.lse.as_ref(), &call)?;
+        let stream = framework::stream(call.extra.stream.as_ref(), q, &call.q)?;
+        self.planned.share(q.py(), &call, &results, stream, shared)?;
+        record_streams(&call, arrays, options, stream)
     }
 }
 

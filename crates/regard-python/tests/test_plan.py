@@ -38,6 +38,50 @@ def test_a_plan_writes_lse(normal):
     reference.agrees(out, q, k, v, lse=lse)
 
 
+def test_layers_share_a_schedule_and_a_tile_map(library, normal):
+    """Runs that read what a step has computed once give the bits of plain runs."""
+    if library.name.startswith("jax"):
+        pytest.skip("JAX arrays are immutable")
+    for rows in (1, 70):
+        q, k, v = normal(2, rows, HEADS, DIM), normal(2, 600, KV_HEADS, DIM), normal(2, 600, KV_HEADS, DIM)
+        mask = np.random.default_rng(rows).random((1, 1, rows, 600)) < 0.5
+        mask[..., :300], mask[..., 300:560] = False, True
+        arrays, others = [*map(library.make, (q, k, v))], [*map(library.make, (-q, k, v))]
+        mask_there = library.make(mask)
+        outs = [library.make(np.full(q.shape, np.nan, np.float32)) for _ in range(4)]
+        plan = regard.Plan(*arrays, mask=mask_there)
+        plan.run(*arrays, outs[0], mask=mask_there)
+        plan.schedule(*arrays, outs[1], mask=mask_there)
+        plan.map_mask(*arrays, outs[1], mask=mask_there)
+        plan.run(*arrays, outs[1], mask=mask_there, scheduled=True)
+        # Runs that read nothing of it, of this plan and of others, leave it as it is.
+        plan.run(*others, outs[3], mask=mask_there)
+        regard.Plan(*others).run(*others, outs[3])
+        plan.run(*arrays, outs[2], mask=mask_there, mapped=True)
+        plan.run(*arrays, outs[3], mask=mask_there, mapped=True, scheduled=True)
+        library.synchronize()
+        reference.agrees(library.read(outs[0]), q, k, v, mask=mask)
+        for out in outs[1:]:
+            assert (library.read(out) == library.read(outs[0])).all()
+
+
+def test_a_tile_map_belongs_to_a_mask(normal):
+    q, k, v = normal(1, 4, HEADS, DIM), normal(1, 600, KV_HEADS, DIM), normal(1, 600, KV_HEADS, DIM)
+    mask, out = np.ones((1, 1, 4, 600), bool), np.empty_like(q)
+    plan = regard.Plan(q, k, v, mask=mask)
+    with pytest.raises(regard.ArgumentError, match="`mapped` is True; allowed: False, before map_mask"):
+        plan.run(q, k, v, out, mask=mask, mapped=True)
+    plan.map_mask(q, k, v, out, mask=mask)
+    plan.run(q, k, v, out, mask=mask, mapped=True)
+    with pytest.raises(regard.ArgumentError, match="`mapped` is True, with operands of other shapes"):
+        plan.run(q, k, v, out, mask=np.ones((1, HEADS, 4, 600), bool), mapped=True)
+    # What has no map needs none.
+    plain = regard.Plan(q, k, v)
+    plain.run(q, k, v, out, mapped=True, scheduled=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scheduled'"):
+        regard.attention(q, k, v, scheduled=True)
+
+
 def test_threads_share_a_plan(normal):
     q, k, v = normal(2, 64, HEADS, DIM), normal(2, 64, KV_HEADS, DIM), normal(2, 64, KV_HEADS, DIM)
     plan = regard.Plan(q, k, v, causal=True)

@@ -78,6 +78,35 @@ def test_workspaces_grow_and_stay(normal):
         reference.agrees(out, q, k, v)
 
 
+def test_a_step_has_a_workspace_of_its_own(normal):
+    """A schedule and a tile map are of one plan and stream, for the shapes that they were made for."""
+    gpu = libraries.Interface
+    q, k, v = normal(1, 2, 4, 64), normal(1, 700, 2, 64), normal(1, 700, 2, 64)
+    lens, out = gpu(np.array([650], np.int32)), np.full_like(q, np.nan)
+    arrays, stream = (gpu(q), gpu(k), gpu(v)), 0x3000
+    plan = regard.Plan(*arrays, kv_lens=lens)
+
+    def run(out=out, **options):
+        plan.run(*arrays, gpu(out), kv_lens=lens, **options)
+
+    before = "`scheduled` is True; allowed: False, before schedule of this plan on this stream"
+    refused(before, call=run, stream=stream, scheduled=True)
+    plan.schedule(*arrays, gpu(out), kv_lens=lens, stream=stream)
+    run(stream=stream, scheduled=True)
+    reference.agrees(out, q, k, v, kv_lens=[650])
+    # The stream's workspace is another one: it may grow, and be full of other things.
+    large = normal(1, 1, 4, 64), normal(1, 30000, 2, 64), normal(1, 30000, 2, 64)
+    regard.attention(*map(gpu, large), stream=stream)
+    out.fill(np.nan)
+    run(stream=stream, scheduled=True)
+    reference.agrees(out, q, k, v, kv_lens=[650])
+    refused(before, call=run, stream=0x3002, scheduled=True)
+    refused("`mapped` is True; allowed: False, before map_mask of this plan", call=run, stream=stream, mapped=True)
+    other = "`scheduled` is True, with operands of other shapes; allowed: operands of the shapes that schedule was given"
+    small = gpu(q[:, :1].copy()), *arrays[1:], gpu(out[:, :1].copy())
+    refused(other, *small, call=plan.run, kv_lens=lens, stream=stream, scheduled=True)
+
+
 def test_results_without_a_framework_are_buffers(qkv):
     q, k, v = map(libraries.Interface, qkv)
     out = regard.attention(q, k, v)

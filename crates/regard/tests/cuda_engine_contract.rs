@@ -1,6 +1,8 @@
 //! The engine contract (docs/engine-contract.md) on an NVIDIA GPU: append and attention are
-//! captured once and replayed with new lengths, tables and pages; a run allocates nothing and waits
-//! for nothing (a stream that is captured allows neither); a refusal comes before any launch.
+//! captured once and replayed with new lengths, tables and pages, alone and with the schedule of a
+//! step for two layers; a run allocates nothing and waits for nothing (a stream that is captured
+//! allows neither), reads no variable of the environment and starts no thread; a refusal comes
+//! before any launch.
 //!
 //! Without a GPU the test passes and print SKIPPED. With `REGARD_CUDA_REQUIRED` set it fails.
 
@@ -19,6 +21,7 @@ use regard::{
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::ffi::{CStr, c_char};
 use std::sync::Arc;
 
 /// The system's allocator, counting.
@@ -27,6 +30,7 @@ struct Counting;
 // Of each thread: runs are on the thread of the test, and the driver has others.
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    static LOOKUPS: Cell<usize> = const { Cell::new(0) };
 }
 
 // SAFETY: every call goes to the system's allocator unchanged.
@@ -45,6 +49,40 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
+
+/// The C library's function, counting: what the standard library and the driver read variables by.
+///
+/// # Safety
+/// As that: `name` is a string that ends with 0.
+// SAFETY: a program's own function of this name replaces the C library's, with the same meaning.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn getenv(name: *const c_char) -> *mut c_char {
+    unsafe extern "C" {
+        static environ: *const *mut c_char;
+    }
+    // Other threads, of the driver, may be at their end.
+    let _ = LOOKUPS.try_with(|lookups| lookups.set(lookups.get() + 1));
+    // SAFETY: the caller's promise. The environment is a list of strings that ends with null.
+    unsafe {
+        let name = CStr::from_ptr(name).to_bytes();
+        let mut entry = environ;
+        while !entry.is_null() && !(*entry).is_null() {
+            let text = CStr::from_ptr(*entry).to_bytes();
+            if let Some(value) = text.strip_prefix(name)
+                && value.first() == Some(&b'=')
+            {
+                return (*entry).add(name.len() + 1);
+            }
+            entry = entry.add(1);
+        }
+    }
+    std::ptr::null_mut()
+}
+
+/// Threads of this process.
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").expect("Linux").count()
+}
 
 const BATCH: usize = 4;
 const TOKENS: usize = 40;
@@ -93,6 +131,16 @@ impl Element for bf16 {
 fn numbers<T: Element>(seed: usize, len: usize) -> Vec<T> {
     let number = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0;
     (0..len).map(|i| T::from(number(i))).collect()
+}
+
+/// What is queued for a layer.
+#[derive(Debug, Clone, Copy)]
+enum Work {
+    Run,
+    /// What layers share.
+    Schedule,
+    /// A run that reads it.
+    Scheduled,
 }
 
 /// Everything that an engine has for a layer, made once.
@@ -198,6 +246,17 @@ impl<T: Element> Engine<T> {
 
     /// Attention of so many rows, all that the tables lack being as planned.
     fn run(&self, rows: usize, softcap: Option<f32>, bytes: usize) -> Result<(), Error> {
+        self.queue(rows, softcap, bytes, Work::Run)
+    }
+
+    /// Attention, or a part of it.
+    fn queue(
+        &self,
+        rows: usize,
+        softcap: Option<f32>,
+        bytes: usize,
+        work: Work,
+    ) -> Result<(), Error> {
         let stream = &*self.stream;
         let packed = view(&self.tables, stream, DType::I32, &[LAYOUT.len()])?;
         let shape = [rows, QUERY_HEADS, DIM];
@@ -213,22 +272,37 @@ impl<T: Element> Engine<T> {
         };
         let (address, _) = self.workspace.device_ptr(stream);
         let workspace = RawWorkspace { address, bytes };
-        // SAFETY: as above. The counters are zero: every run leaves them so.
+        let (plan, stream) = (&self.plan, stream.cu_stream());
+        // SAFETY: as above. The counters are zero: every run leaves them so. A schedule comes
+        // before its runs, and nothing comes between.
         unsafe {
-            self.gpu.run_raw(&self.plan, stream.cu_stream(), &inputs, &mut outputs, workspace)
+            match work {
+                Work::Run => self.gpu.run_raw(plan, stream, &inputs, &mut outputs, workspace),
+                Work::Schedule => self.gpu.schedule(plan, stream, &inputs, &outputs, workspace),
+                Work::Scheduled => {
+                    self.gpu.run_scheduled(plan, stream, &inputs, &mut outputs, workspace)
+                }
+            }
         }
     }
 
-    fn step(&self) -> Result<(), Error> {
+    /// A step of one layer, or of two that share its schedule.
+    fn step(&self, scheduled: bool) -> Result<(), Error> {
         self.append(TOKENS)?;
-        self.run(TOKENS, None, self.workspace.len())
+        if !scheduled {
+            return self.run(TOKENS, None, self.workspace.len());
+        }
+        for work in [Work::Schedule, Work::Scheduled, Work::Scheduled] {
+            self.queue(TOKENS, None, self.workspace.len(), work)?;
+        }
+        Ok(())
     }
 
     /// One step, recorded.
-    fn capture(&self) -> CudaGraph {
+    fn capture(&self, scheduled: bool) -> CudaGraph {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         self.stream.begin_capture(mode).expect("a stream");
-        let step = self.step();
+        let step = self.step(scheduled);
         let graph = self.stream.end_capture(CUgraphInstantiate_flags(0));
         step.expect("a sound step");
         graph.expect("what may be captured").expect("launches")
@@ -293,7 +367,7 @@ fn fill(step: &mut Step, pages: &mut PageAllocator, sequences: &[(SequenceId, us
 
 /// Steps of changing sequences, lengths and pages: the first directly, and its recording for all of
 /// them.
-fn replay<T: Element>(engine: &mut Engine<T>) -> Step {
+fn replay<T: Element>(engine: &mut Engine<T>, scheduled: bool) -> Step {
     let mut pages = PageAllocator::new(BLOCKS, BLOCK_SIZE).expect("sound sizes");
     let sequences: Vec<SequenceId> = (0..BATCH).map(|_| pages.create()).collect();
     let mut step = Step::new();
@@ -320,15 +394,19 @@ fn replay<T: Element>(engine: &mut Engine<T>) -> Step {
         match &graph {
             None => {
                 // Each of the driver's functions is looked up when it is first called.
-                engine.step().expect("a sound step");
+                engine.step(scheduled).expect("a sound step");
                 engine.stream.synchronize().expect("a sound step");
                 let free = result::mem_get_info().expect("a context").0;
-                let allocations = ALLOCATIONS.get();
-                engine.step().expect("a sound step");
+                // Counting threads allocates.
+                let threads = threads();
+                let (allocations, lookups) = (ALLOCATIONS.get(), LOOKUPS.get());
+                engine.step(scheduled).expect("a sound step");
                 assert_eq!(ALLOCATIONS.get(), allocations, "the step allocated on the host");
+                assert_eq!(LOOKUPS.get(), lookups, "the step read the environment");
+                assert_eq!(self::threads(), threads, "the step started or ended a thread");
                 engine.stream.synchronize().expect("a sound step");
                 assert_eq!(result::mem_get_info().expect("a context").0, free, "on the device");
-                graph = Some(engine.capture());
+                graph = Some(engine.capture(scheduled));
             }
             Some(graph) => graph.launch().expect("a replay"),
         }
@@ -357,7 +435,7 @@ fn refuse<T: Element>(engine: &Engine<T>, step: &Step) {
     refused(engine.append(TOKENS - 1), "`value` is");
 
     // And the next sound step is as if nothing had been.
-    engine.step().expect("a sound step");
+    engine.step(false).expect("a sound step");
     engine.stream.synchronize().expect("a sound step");
     engine.judge(step);
 }
@@ -372,10 +450,12 @@ fn an_engine_captures_once_and_replays() {
         let _ = writeln!(std::io::stderr(), "\nSKIPPED, no GPU was used: {reason}");
         return;
     }
-    let mut engine = Engine::<bf16>::new();
-    let step = replay(&mut engine);
-    refuse(&engine, &step);
-    let mut engine = Engine::<f32>::new();
-    let step = replay(&mut engine);
-    refuse(&engine, &step);
+    for scheduled in [false, true] {
+        let mut engine = Engine::<bf16>::new();
+        let step = replay(&mut engine, scheduled);
+        refuse(&engine, &step);
+        let mut engine = Engine::<f32>::new();
+        let step = replay(&mut engine, scheduled);
+        refuse(&engine, &step);
+    }
 }

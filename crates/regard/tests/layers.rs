@@ -33,7 +33,7 @@ const CPU_LAYERS: &[&[&str]] = &[
     &["vector", "process", "executor", "number"],
     &["product", "pool", "tasks"],
     &["walk"],
-    &["select", "compiled", "prefix"],
+    &["select", "compiled", "prefix", "mask_map"],
     &["plan", "append", "merge"],
     &["schedule", "workspace"],
     &["mod"],

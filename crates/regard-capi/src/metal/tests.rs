@@ -139,7 +139,8 @@ fn expect_ok(status: Status) {
     assert!(status == Status::Ok, "{status:?}: {}", words());
 }
 
-fn run(gpu: &Gpu, inputs: &regard::Inputs, outputs: &mut regard::Outputs) {
+/// Runs a problem; `mapped`, with a tile map that is made before.
+fn run(gpu: &Gpu, inputs: &regard::Inputs, outputs: &mut regard::Outputs, mapped: bool) {
     let out = Upload::new(gpu, outputs.out.as_mut_ptr(), &outputs.out);
     let lse = outputs.lse.as_mut().map(|lse| Upload::new(gpu, lse.as_mut_ptr(), lse));
     let results = Results {
@@ -168,7 +169,18 @@ fn run(gpu: &Gpu, inputs: &regard::Inputs, outputs: &mut regard::Outputs) {
             let bytes = regard_plan_workspace_bytes(plan);
             let workspace = gpu.private_buffer(bytes).expect("memory");
             let object = Arc::as_ptr(&workspace).cast_mut().cast();
-            submit(|encoder| regard_plan_run(plan, operands, object, bytes, encoder));
+            if mapped {
+                let map = expected_map(plan, operands);
+                assert!(map.bytes > 0 && map.at + map.bytes <= bytes, "{map:?}");
+                submit(|encoder| {
+                    step::regard_plan_map_mask(plan, operands, object, bytes, encoder)
+                });
+                submit(|encoder| {
+                    step::regard_plan_run_mapped(plan, operands, object, bytes, encoder)
+                });
+            } else {
+                submit(|encoder| regard_plan_run(plan, operands, object, bytes, encoder));
+            }
             regard_plan_destroy(plan);
         }
     };
@@ -177,11 +189,22 @@ fn run(gpu: &Gpu, inputs: &regard::Inputs, outputs: &mut regard::Outputs) {
     lse.iter().for_each(Upload::download);
 }
 
-fn check_case(gpu: &Gpu, spec: &Spec) {
+/// Where the tile map stands.
+///
+/// # Safety
+/// The plan lives, and the operands are those of a run.
+unsafe fn expected_map(plan: *const Plan, operands: &types::Operands) -> types::TileMap {
+    let mut map = types::TileMap { size: size_of::<types::TileMap>(), ..Default::default() };
+    // SAFETY: the caller's promise.
+    expect_ok(unsafe { step::regard_plan_tile_map(plan, operands, &mut map) });
+    map
+}
+
+fn check_case(gpu: &Gpu, spec: &Spec, mapped: bool) {
     let case = spec.generate();
     let checker = Checker::new(&case, None).unwrap_or_else(|why| panic!("{}: {why}", spec.name));
     let output = case.run(|inputs, outputs| {
-        run(gpu, inputs, outputs);
+        run(gpu, inputs, outputs, mapped);
         Ok(())
     });
     let output = output.unwrap_or_else(|why: regard::Error| panic!("{}: {why}", spec.name));
@@ -196,7 +219,20 @@ fn cases_in_private_buffers_at_offsets() {
     let small = specs.iter().filter(is_chosen);
     let chosen: Vec<_> = small.step_by(STEP).collect();
     assert!(chosen.len() > 50, "{} cases", chosen.len());
-    chosen.into_iter().for_each(|spec| check_case(&gpu, spec));
+    chosen.into_iter().for_each(|spec| check_case(&gpu, spec, false));
+}
+
+#[test]
+fn layers_share_a_tile_map() {
+    let Some(gpu) = gpu() else { return };
+    let is_prefill = |spec: &Spec| {
+        spec.dtype == regard::DType::F32
+            && spec.name.starts_with("masks/")
+            && spec.name.ends_with("-prefill")
+    };
+    let specs: Vec<_> = list::list().filter(is_prefill).collect();
+    assert!(!specs.is_empty(), "no cases");
+    specs.iter().for_each(|spec| check_case(&gpu, spec, true));
 }
 
 /// A contiguous tensor of f32 in a buffer.

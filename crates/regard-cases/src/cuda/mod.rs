@@ -12,6 +12,7 @@ use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, RawWorkspace, driver_error};
 use regard::{Error, Inputs, Outputs, Plan, Problem, Tensor};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Runs problems whose operands are in the host's memory on a GPU, one after the other.
@@ -236,6 +237,14 @@ impl Workspace {
     pub fn raw(&self) -> RawWorkspace {
         let (address, _) = self.memory.device_ptr(self.memory.stream());
         RawWorkspace { address, bytes: self.bytes }
+    }
+
+    /// Waits, and copies a part.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn bytes(&self, range: Range<usize>, stream: &Arc<CudaStream>) -> Result<Vec<u8>, Error> {
+        mirror::downloaded(&self.memory.slice(range), stream)
     }
 
     /// Waits, and looks whether the counters are zero again and nothing was written behind the

@@ -105,6 +105,38 @@ impl Cpu {
         super::run(plan, inputs, outputs, workspace.as_mut_slice(), &*self.executor)
     }
 
+    /// Makes the tile map of the mask in the workspace: which tiles the mask hides, and which a
+    /// boolean mask leaves alone. Layers that share a mask make it once, and run with
+    /// [`Cpu::run_mapped`]. Of the operands, only shapes and the mask are read.
+    ///
+    /// # Errors
+    /// As [`Plan::run`].
+    pub fn map_mask(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs,
+        outputs: &Outputs,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        super::map_mask(plan, inputs, outputs, workspace.as_mut_slice(), &*self.executor)
+    }
+
+    /// [`Cpu::run`] with the tile map that the workspace has: of [`Cpu::map_mask`] with this plan,
+    /// this mask and operands of these shapes, or written by the caller where
+    /// [`tile_map`](super::tile_map) says. The same bits. With another map results are meaningless.
+    ///
+    /// # Errors
+    /// As [`Plan::run`].
+    pub fn run_mapped(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        super::run_mapped(plan, inputs, outputs, workspace.as_mut_slice(), &*self.executor)
+    }
+
     /// Appends to a paged cache. Lengths and table entries mean what they mean on a GPU: tokens
     /// without a slot are dropped. Allocates nothing.
     ///

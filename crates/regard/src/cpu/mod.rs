@@ -12,6 +12,7 @@ mod append;
 mod compiled;
 mod device;
 mod executor;
+mod mask_map;
 mod merge;
 mod number;
 pub(crate) mod plan;
@@ -30,8 +31,8 @@ pub use device::Cpu;
 #[cfg(feature = "rayon")]
 pub use executor::Rayon;
 pub use executor::{Executor, Inline, run_on_foreign_threads};
-pub(crate) use pool::DefaultExecutor;
-pub use pool::Threads;
+pub use mask_map::TileMap;
+pub use pool::{DefaultExecutor, Threads};
 pub use workspace::Workspace;
 
 use crate::error::{Error, Refusal};
@@ -60,17 +61,97 @@ pub fn run(
     workspace: &mut [u8],
     executor: &dyn Executor,
 ) -> Result<(), Error> {
+    run_prepared(plan, inputs, outputs, workspace, executor, Prepared::default())
+}
+
+/// [`Cpu::map_mask`] on an executor of the caller's choice.
+///
+/// # Errors
+/// As [`Plan::run`].
+pub fn map_mask(
+    plan: &Plan,
+    inputs: &Inputs,
+    outputs: &Outputs,
+    workspace: &mut [u8],
+    executor: &dyn Executor,
+) -> Result<(), Error> {
+    checked(plan, inputs, outputs, Some(&*workspace))?;
+    let Some((map, mask)) = tile_map(plan, inputs, outputs)?.zip(inputs.attention.mask) else {
+        return Ok(());
+    };
+    map.fill(&mut workspace[map.at..map.at + map.bytes()], &mask, executor);
+    Ok(())
+}
+
+/// [`Cpu::run_mapped`] on an executor of the caller's choice.
+///
+/// # Errors
+/// As [`Plan::run`].
+pub fn run_mapped(
+    plan: &Plan,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    workspace: &mut [u8],
+    executor: &dyn Executor,
+) -> Result<(), Error> {
+    run_prepared(plan, inputs, outputs, workspace, executor, Prepared { tile_map: true })
+}
+
+/// The tile map that [`Cpu::run_mapped`] of the plan on these operands reads: for a caller that
+/// makes it. `None` if no map is used: there is no mask, there are no rows, rows have lists of
+/// keys, or the map would be larger than planned.
+///
+/// # Errors
+/// If an operand breaks the contract or exceeds the plan, or the plan is not for a CPU.
+pub fn tile_map(plan: &Plan, inputs: &Inputs, outputs: &Outputs) -> Result<Option<TileMap>, Error> {
+    let (problem, cpu, _) = checked(plan, inputs, outputs, None)?;
+    let space = cpu.map.filter(|_| problem.rows() > 0);
+    Ok(space.and_then(|space| TileMap::new(&space, &cpu.tiling, plan.problem(), inputs)))
+}
+
+/// What the workspace has before a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Prepared {
+    /// The tile map of the mask.
+    tile_map: bool,
+}
+
+/// The problem of these operands, which the plan covers, and what runs it. The workspace, if it is
+/// in question, is large enough and apart from every operand.
+fn checked<'a>(
+    plan: &'a Plan,
+    inputs: &Inputs,
+    outputs: &Outputs,
+    workspace: Option<&[u8]>,
+) -> Result<(Problem, &'a CpuPlan, &'static Compiled), Error> {
     // References cannot overlap, but operands from raw addresses can.
-    let range = workspace.as_ptr_range();
-    let range = (!workspace.is_empty()).then_some((range.start as usize, range.end as usize));
+    let range = workspace.filter(|workspace| !workspace.is_empty()).map(|workspace| {
+        let range = workspace.as_ptr_range();
+        (range.start as usize, range.end as usize)
+    });
     let problem = Problem::from_operands_beside(inputs, outputs, range)?;
     plan.problem().covers(&problem)?;
     let (cpu, compiled) = code(plan)?;
-    if workspace.len() < plan.workspace_bytes() {
-        let found = format!("{} bytes long", workspace.len());
-        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-        return Err(Error::argument("workspace", found, allowed));
+    if let Some(workspace) = workspace {
+        if workspace.len() < plan.workspace_bytes() {
+            let found = format!("{} bytes long", workspace.len());
+            let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
+            return Err(Error::argument("workspace", found, allowed));
+        }
     }
+    Ok((problem, cpu, compiled))
+}
+
+/// Runs a plan, with what the workspace has.
+fn run_prepared(
+    plan: &Plan,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    workspace: &mut [u8],
+    executor: &dyn Executor,
+    prepared: Prepared,
+) -> Result<(), Error> {
+    let (problem, cpu, compiled) = checked(plan, inputs, outputs, Some(&*workspace))?;
     if problem.rows() == 0 {
         // There is nothing to write, however many sequences there are.
         return Ok(());
@@ -83,6 +164,13 @@ pub fn run(
             return Ok(());
         }
     }
+    // The map lies behind all that runs write.
+    let space = cpu.map.filter(|_| prepared.tile_map);
+    let end = space.map_or(workspace.len(), |space| space.at);
+    let (workspace, behind) = workspace.split_at_mut(end);
+    let map = space.and_then(|space| TileMap::new(&space, &cpu.tiling, plan.problem(), inputs));
+    let tiles = map.zip(inputs.attention.mask.as_ref());
+    let tiles = tiles.map(|(map, mask)| map.kinds(&behind[..map.bytes()], mask));
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(ALIGNMENT)));
     // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the
@@ -105,6 +193,7 @@ pub fn run(
             attention: &inputs.attention,
             softcap: inputs.attention.softcap.map(|cap| cap * LOG4_E),
             unmodified: problem.variant.has_unmodified_scores(),
+            tiles,
         },
         problem,
     };

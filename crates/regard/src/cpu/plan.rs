@@ -1,5 +1,6 @@
 //! The CPU's part of a plan: tiles, threads and the layout of the workspace.
 
+use super::mask_map::{self, MapSpace};
 use super::prefix::{self, PrefixPlan};
 use super::select::select;
 use super::walk::scratch::{ALIGNMENT, MAX_VERIFY_ROWS};
@@ -35,6 +36,8 @@ pub struct CpuPlan {
     pub layout: WorkspaceLayout,
     /// For sequences that share prefixes.
     pub prefix: Option<PrefixPlan>,
+    /// Room for the tile map of a mask, behind all else.
+    pub map: Option<MapSpace>,
 }
 
 /// Offsets in the workspace, in bytes from its (aligned) start.
@@ -121,7 +124,9 @@ pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Pl
     let has_groups = problem.prefix_groups > 0 && prefix::refusal(problem).is_none();
     let planned = |problem: &Problem| plan(problem, facts, machine);
     let prefix = has_groups.then(|| PrefixPlan::new(problem, layout.total, planned)).transpose()?;
-    let backend = CpuPlan { tiling, workers, threads: facts.threads, layout, prefix };
+    let before = prefix.as_ref().map_or(layout.total, |prefix| prefix.total);
+    let map = mask_map::space(problem, &tiling, before);
+    let backend = CpuPlan { tiling, workers, threads: facts.threads, layout, prefix, map };
     Plan::from_selection(problem, machine, Selection { choice, split, backend })
 }
 
@@ -131,7 +136,10 @@ impl BackendPlan for CpuPlan {
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.prefix.as_ref().map_or(self.layout.total, |prefix| prefix.total)
+        match &self.map {
+            Some(map) => map.at.saturating_add(map.bytes),
+            None => self.prefix.as_ref().map_or(self.layout.total, |prefix| prefix.total),
+        }
     }
 
     fn explain(&self, problem: &Problem) -> Vec<Line> {
@@ -154,7 +162,11 @@ impl BackendPlan for CpuPlan {
             };
             Line::new("prefixes", text)
         });
-        [Some(keys), lists, groups].into_iter().flatten().collect()
+        let map = self.map.map(|map| {
+            let text = format!("room for a tile map of up to {} bytes", map.bytes);
+            Line::new("mask", text)
+        });
+        [Some(keys), lists, groups, map].into_iter().flatten().collect()
     }
 }
 

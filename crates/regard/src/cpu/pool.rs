@@ -33,8 +33,10 @@ impl Executor for Threads {
     }
 }
 
-/// [`Threads`]. Inside a rayon pool, that pool instead: its threads would be idle meanwhile.
-pub(crate) struct DefaultExecutor;
+/// The threads of [`Plan::run`](crate::Plan::run): [`Threads`]. Inside a rayon pool, that pool
+/// instead: its threads would be idle meanwhile.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DefaultExecutor;
 
 impl Executor for DefaultExecutor {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {

@@ -1,18 +1,19 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::launch::{DecodeCall, DecodeContext, PrefillCall};
+use super::mask_map::TileMap;
 use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
 use super::tensor_map::Described;
 use super::{
-    COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, RawWorkspace, WORKSPACE_ALIGNMENT,
-    Workspace, driver, launch,
+    COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace,
+    WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
-use crate::params::{ListedParameters, TensorMaps};
+use crate::params::{AttentionParameters, ListedParameters, PrefillParameters, TensorMaps};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -20,6 +21,15 @@ use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
+
+/// What the workspace has of a step before a layer runs: [`Gpu::run_prepared`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Prepared {
+    /// The schedule of the step: [`Gpu::schedule`].
+    pub schedule: bool,
+    /// The tile map of the mask: [`Gpu::map_mask`].
+    pub tile_map: bool,
+}
 
 /// One GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -240,9 +250,8 @@ impl Gpu {
         outputs: &mut Outputs<DeviceMemory>,
         workspace: RawWorkspace,
     ) -> Result<(), Error> {
-        let run = self.checked(plan, stream, inputs, outputs, workspace)?;
-        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
-        run.map_or(Ok(()), |run| unsafe { run.queue(false) })
+        // SAFETY: passed on; the workspace is said to have nothing.
+        unsafe { self.run_prepared(plan, stream, inputs, outputs, workspace, Prepared::default()) }
     }
 
     /// Queues the schedule of a step: how the work of decode is divided, and which sequences share
@@ -289,9 +298,82 @@ impl Gpu {
         outputs: &mut Outputs<DeviceMemory>,
         workspace: RawWorkspace,
     ) -> Result<(), Error> {
+        let prepared = Prepared { schedule: true, ..Prepared::default() };
+        // SAFETY: passed on.
+        unsafe { self.run_prepared(plan, stream, inputs, outputs, workspace, prepared) }
+    }
+
+    /// Queues the tile map of the mask: which tiles the mask empties or leaves unchanged. Layers
+    /// that share a mask make it once, and run with [`Gpu::run_mapped`]. Of the operands, only
+    /// shapes and the mask are read. It is one launch, or two where the tiles of the plan's two
+    /// prefill kernels differ: strides and alignment of a layer's operands choose between them. It
+    /// is none without a mask, and where all sequences are decode's.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run_raw`].
+    pub unsafe fn map_mask(
+        &self,
+        plan: &Plan,
+        stream: sys::CUstream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &Outputs<DeviceMemory>,
+        workspace: RawWorkspace,
+    ) -> Result<(), Error> {
         let run = self.checked(plan, stream, inputs, outputs, workspace)?;
         // SAFETY: operands and workspace are checked, and the caller has promised the rest.
-        run.map_or(Ok(()), |run| unsafe { run.queue(true) })
+        run.map_or(Ok(()), |run| unsafe { run.map_mask() })
+    }
+
+    /// [`Gpu::run_raw`] with the tile map that the workspace has: of [`Gpu::map_mask`], or written
+    /// by the caller where [`tile_map`](super::tile_map) says. With the same map, the same bits.
+    ///
+    /// Where plan, mask and shapes are those of [`Gpu::map_mask`], operands may lie in any way: the
+    /// workspace has the map of either kernel. A map that a plain run or the caller has left is
+    /// that of one kernel, which [`tile_map`](super::tile_map) tells.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run_raw`]. With a map of another mask or of other shapes, or with bytes that are
+    /// no map, results are meaningless; kernels read and write no other memory than otherwise.
+    pub unsafe fn run_mapped(
+        &self,
+        plan: &Plan,
+        stream: sys::CUstream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &mut Outputs<DeviceMemory>,
+        workspace: RawWorkspace,
+    ) -> Result<(), Error> {
+        let prepared = Prepared { tile_map: true, ..Prepared::default() };
+        // SAFETY: passed on.
+        unsafe { self.run_prepared(plan, stream, inputs, outputs, workspace, prepared) }
+    }
+
+    /// [`Gpu::run_raw`] with what the workspace has: the schedule of the step, the tile map of the
+    /// mask, or both, as a step of chunks and single tokens under a mask wants.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run_raw`], and as [`Gpu::run_scheduled`] and [`Gpu::run_mapped`] for what is said
+    /// to be there.
+    pub unsafe fn run_prepared(
+        &self,
+        plan: &Plan,
+        stream: sys::CUstream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &mut Outputs<DeviceMemory>,
+        workspace: RawWorkspace,
+        prepared: Prepared,
+    ) -> Result<(), Error> {
+        let run = self.checked(plan, stream, inputs, outputs, workspace)?;
+        // SAFETY: operands and workspace are checked, and the caller has promised the rest.
+        run.map_or(Ok(()), |run| unsafe { run.queue(prepared) })
     }
 
     /// A run whose operands and workspace are checked; `None` if it has no rows.
@@ -470,14 +552,14 @@ struct Run<'a> {
 /// # Safety of its methods
 /// As [`Gpu::run_raw`].
 impl Run<'_> {
-    /// Queues all launches of the plan. If the step's schedule is in the workspace, those that
-    /// compute it are left out, and decode reads it.
-    unsafe fn queue(&self, scheduled: bool) -> Result<(), Error> {
+    /// Queues all launches of the plan, but for those that would compute what the workspace has.
+    unsafe fn queue(&self, prepared: Prepared) -> Result<(), Error> {
+        let scheduled = prepared.schedule;
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
         if let Some(prefill) = &launches.prefill {
             let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
             // SAFETY: passed on.
-            unsafe { self.prefill(&call)? };
+            unsafe { self.prefill(prefill, &call, prepared.tile_map)? };
         }
         let prefix = self.prefix_call();
         if let Some(call) = prefix.as_ref().filter(|_| !scheduled) {
@@ -497,6 +579,37 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Queues the launches that make the tile maps of the mask, one for each kernel's tiles.
+    unsafe fn map_mask(&self) -> Result<(), Error> {
+        let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
+        let Some(prefill) = &launches.prefill else { return Ok(()) };
+        let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
+        let map = |kernel| TileMap::new(prefill, kernel, problem, inputs);
+        let specialized = map(&prefill.specialized);
+        // Kernels of the same tiles have the same map.
+        let fallback = map(&prefill.fallback).filter(|map| specialized != Some(*map));
+        // SAFETY: passed on.
+        [specialized, fallback].into_iter().flatten().try_for_each(|map| unsafe {
+            let parameters =
+                PrefillParameters { map: map.parameters(workspace), ..call.parameters };
+            self.tile_map(prefill, &map, &call.attention, &parameters)
+        })
+    }
+
+    /// Queues the kernel that makes a tile map.
+    unsafe fn tile_map(
+        &self,
+        plan: &Prefill,
+        map: &TileMap,
+        attention: &AttentionParameters,
+        parameters: &PrefillParameters,
+    ) -> Result<(), Error> {
+        let Some(space) = &plan.map else { return Ok(()) };
+        let mut arguments = [argument(attention), argument(parameters)];
+        // SAFETY: the kernel reads these; the caller has promised the rest.
+        unsafe { self.launch(&map.launch(&space.launch), &mut arguments) }
     }
 
     /// Queues the launches that compute the step's schedule.
@@ -541,8 +654,14 @@ impl Run<'_> {
         call
     }
 
-    /// Queues prefill, and before it the kernel that makes the tile map of a mask.
-    unsafe fn prefill(&self, call: &PrefillCall) -> Result<(), Error> {
+    /// Queues prefill, and before it the kernel that makes the tile map of a mask, unless the
+    /// workspace has it.
+    unsafe fn prefill(
+        &self,
+        plan: &Prefill,
+        call: &PrefillCall,
+        mapped: bool,
+    ) -> Result<(), Error> {
         let maps = call.maps.map(|maps| self.tensor_maps(&maps)).transpose()?;
         // Loaded before anything is queued, so that a failure leaves nothing queued.
         let function = self.gpu.function(&call.kernel.launch)?;
@@ -552,9 +671,9 @@ impl Run<'_> {
             maps.as_ref().map_or(argument(&call.cache), argument),
             argument(&call.cache),
         ];
-        if let Some((launch, ctas)) = call.tile_map {
-            // SAFETY: the kernel reads the first two; the caller has promised the rest.
-            unsafe { self.launch(&launch.with_ctas(ctas), &mut arguments[..2])? };
+        if let Some(map) = call.tile_map.filter(|_| !mapped) {
+            // SAFETY: passed on.
+            unsafe { self.tile_map(plan, &map, &call.attention, &call.parameters)? };
         }
         let converts = usize::from(call.kernel.cache != Cache::Elements);
         let count = 2 + usize::from(maps.is_some()) + converts;

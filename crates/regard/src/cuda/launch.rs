@@ -1,6 +1,7 @@
 //! From operands to kernel parameters.
 
 use super::lists::{kv_tensor, list_parameters};
+use super::mask_map::TileMap;
 use super::registry::Cache;
 use super::schedule::Schedule;
 use super::shape::row_alignment;
@@ -15,8 +16,8 @@ use crate::kernel_parameters::{
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, ListParameters, LoadKind, MapStrides, PrefillParameters,
-    RowStrides, RowTensor, StreamK, TileMap, Window,
+    KeyPositions as DevicePositions, ListParameters, LoadKind, PrefillParameters, RowStrides,
+    RowTensor, StreamK, TileMap as MapParameters, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
@@ -58,8 +59,8 @@ pub(super) struct PrefillCall<'a> {
     pub cache: CacheParameters,
     /// The tensor maps of a kernel that reads by TMA.
     pub maps: Option<Maps>,
-    /// The launch that makes the tile map, and its CTAs.
-    pub tile_map: Option<(&'a Launch, u32)>,
+    /// The tile map of a mask that the kernel reads.
+    pub tile_map: Option<TileMap>,
 }
 
 /// The tensor maps of a call, before the driver encodes them.
@@ -82,17 +83,15 @@ pub fn launches(
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Result<Vec<Launch>, Error> {
-    let mut problem = Problem::from_operands(inputs, outputs)?;
-    problem.bound_ragged_by(plan.problem());
-    plan.problem().covers(&problem)?;
-    let Some(launches) = plan.cuda() else { return Err(plan.not_for("an NVIDIA GPU")) };
+    let (problem, launches) = covered(plan, inputs, outputs)?;
     let mut queued = Vec::new();
     if problem.rows() == 0 {
         return Ok(queued);
     }
     if let Some(prefill) = &launches.prefill {
         let call = prefill_call(&problem, prefill, inputs, outputs, 0);
-        queued.extend(call.tile_map.map(|(launch, ctas)| launch.with_ctas(ctas)));
+        let map = call.tile_map.zip(prefill.map);
+        queued.extend(map.map(|(map, space)| map.launch(&space.launch)));
         queued.push(call.kernel.launch.with_ctas(call.ctas));
     }
     let prefix = launches.prefix.as_ref();
@@ -106,6 +105,42 @@ pub fn launches(
     }
     queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.merge]));
     Ok(queued)
+}
+
+/// The problem of these operands, which the plan covers, and the plan's launches.
+fn covered<'a>(
+    plan: &'a Plan,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) -> Result<(Problem, &'a Launches), Error> {
+    let mut problem = Problem::from_operands(inputs, outputs)?;
+    problem.bound_ragged_by(plan.problem());
+    plan.problem().covers(&problem)?;
+    let launches = plan.cuda().ok_or_else(|| plan.not_for("an NVIDIA GPU"))?;
+    Ok((problem, launches))
+}
+
+/// The tile map that a run of the plan on these operands makes and reads: for a caller that makes
+/// it, and runs with [`Gpu::run_mapped`](super::Gpu::run_mapped). `None` if no map is used: there
+/// is no mask, decode kernels run, there are no rows, or the map would be larger than planned.
+///
+/// Strides and alignment of the operands, the scale and the type of the output choose between two
+/// prefill kernels, whose tiles may differ; each has its own place in the workspace. The answer
+/// holds for operands that lie alike, and a caller with several kinds of layers asks, and writes a
+/// map, for each kind.
+///
+/// # Errors
+/// If an operand breaks the contract or exceeds the plan, or the plan is not for an NVIDIA GPU.
+pub fn tile_map(
+    plan: &Plan,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) -> Result<Option<TileMap>, Error> {
+    let (problem, launches) = covered(plan, inputs, outputs)?;
+    let Some(prefill) = launches.prefill.as_ref().filter(|_| problem.rows() > 0) else {
+        return Ok(None);
+    };
+    Ok(prefill_call(&problem, prefill, inputs, outputs, 0).tile_map)
 }
 
 /// The parameters common to all kernels, from operands that are checked and covered by their plan.
@@ -335,10 +370,10 @@ pub(super) fn prefill_call<'a>(
         counters: workspace + prefill::COUNTERS_AT as u64,
         l2_group: plan.l2_group,
         min_query_len: plan.min_query_len,
-        map: TileMap {
+        map: MapParameters {
             tile_rows: count(kernel.tile_rows),
             tile_keys: count(kernel.tile_keys),
-            ..TileMap::default()
+            ..MapParameters::default()
         },
         ..PrefillParameters::default()
     };
@@ -350,7 +385,10 @@ pub(super) fn prefill_call<'a>(
     }
     let maps = described.filter(|_| kernel.tensor_maps);
     parameters.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
-    let tile_map = set_tile_map(&mut parameters, problem, plan, kernel, inputs, workspace);
+    let tile_map = TileMap::new(plan, kernel, problem, inputs);
+    if let Some(map) = tile_map {
+        parameters.map = map.parameters(workspace);
+    }
     let cache = cache_parameters(problem, inputs);
     PrefillCall { kernel, ctas, attention, parameters, cache, maps, tile_map }
 }
@@ -409,47 +447,6 @@ fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described>
     let [_, heads, tokens, sequences] = described.box_dims;
     let row = u32::try_from(described.dims[0]).ok()?;
     Some(Described { box_dims: [row, heads, tokens, sequences], ..described })
-}
-
-/// Sets address and size of the tile map, if the plan has one and the mask's map fits into it.
-fn set_tile_map<'a>(
-    parameters: &mut PrefillParameters,
-    problem: &Problem,
-    plan: &'a Prefill,
-    kernel: &PrefillKernel,
-    inputs: &Inputs<DeviceMemory>,
-    workspace: u64,
-) -> Option<(&'a Launch, u32)> {
-    let (map, mask) = (plan.map.as_ref()?, inputs.attention.mask.as_ref()?);
-    let [batch, heads, rows, keys] = *mask.shape().first_chunk::<4>()?;
-    // A dimension of 1 stands for every index; for keys, whose tiles keep their places, as many are
-    // written out.
-    let rows = if rows == 1 { 1 } else { rows.min(problem.query_len) };
-    let keys = if keys == 1 { problem.kv_len } else { keys.min(problem.kv_len) };
-    let extents = prefill::map_extents([batch, heads, rows, keys], kernel);
-    let bytes = prefill::map_bytes(extents);
-    if bytes == 0 || bytes > map.bytes {
-        return None;
-    }
-    parameters.map.pointer = workspace + map.at as u64;
-    [
-        parameters.map.batch,
-        parameters.map.heads,
-        parameters.map.row_tiles,
-        parameters.map.key_tiles,
-    ] = extents.map(count);
-    (parameters.map.mask_rows, parameters.map.mask_keys) = (count(rows), count(keys));
-    let stride = |extent: usize, inside: &[usize]| match extent {
-        1 => 0,
-        _ => inside.iter().product::<usize>() as i64,
-    };
-    parameters.map.strides = MapStrides {
-        batch: stride(batch, &extents[1..]),
-        head: stride(heads, &extents[2..]),
-        row: stride(rows, &extents[3..]),
-    };
-    let blocks = map.launch.grid[0].min(u32::try_from(bytes).unwrap_or(u32::MAX));
-    Some((&map.launch, blocks))
 }
 
 /// The offset and the keys that all sequences share, if the host knows that they do.

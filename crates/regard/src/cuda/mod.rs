@@ -16,6 +16,8 @@ mod launch;
 #[cfg(feature = "cuda")]
 mod lists;
 #[cfg(feature = "cuda")]
+mod mask_map;
+#[cfg(feature = "cuda")]
 mod merge;
 #[cfg(feature = "cuda")]
 mod modules;
@@ -47,7 +49,11 @@ pub use cudarc;
 #[cfg(feature = "cuda")]
 pub use driver::driver_error;
 #[cfg(feature = "cuda")]
-pub use gpu::{Gpu, GpuInfo, gpus};
+pub use gpu::{Gpu, GpuInfo, Prepared, gpus};
+#[cfg(feature = "cuda")]
+pub use launch::tile_map;
+#[cfg(feature = "cuda")]
+pub use mask_map::TileMap;
 #[cfg(feature = "cuda")]
 pub use merge::Merge;
 #[cfg(feature = "cuda")]
@@ -182,8 +188,8 @@ pub struct Prefill {
     pub min_query_len: i32,
     /// (Sequence, key/value head) pairs whose keys and values share the L2 cache, at most.
     pub l2_group: i32,
-    /// The tile map of a mask, which is made first.
-    pub map: Option<TileMap>,
+    /// Room for the tile map of a mask, which is made first.
+    pub map: Option<MapSpace>,
 }
 
 /// A prefill kernel. Tiles are query tokens of one head.
@@ -210,16 +216,35 @@ pub struct PrefillKernel {
     pub head_scales: bool,
 }
 
-/// The tile map of a mask: which tiles the mask hides, and which it leaves unmodified.
+/// Room for the tile maps of a mask: which tiles the mask hides, and which it leaves unmodified.
+/// Each kernel has its own, because operands choose the kernel, and layers that share a mask may
+/// have others. Kernels whose tiles are the same share one.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TileMap {
-    /// The launch that makes it.
+pub struct MapSpace {
+    /// The launch that makes a map.
     pub launch: Launch,
+    /// For the specialized kernel.
+    pub specialized: MapPlace,
+    /// For the fallback kernel.
+    pub fallback: MapPlace,
+}
+
+/// Room for a tile map.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MapPlace {
     /// Offset in the workspace, in bytes.
     pub at: usize,
     /// Maximum size. A mask whose map is larger is read without a map.
     pub bytes: usize,
+}
+
+impl MapPlace {
+    /// Offset of the first byte behind it.
+    fn end(&self) -> usize {
+        self.at.saturating_add(self.bytes)
+    }
 }
 
 impl Launches {

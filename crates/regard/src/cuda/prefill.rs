@@ -5,7 +5,10 @@
 //! takes one tile after the other.
 
 use super::registry::{self, Build, Cache, Element, Family, Module, PrefillConfig};
-use super::{COUNTER_BYTES, Launch, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel, TileMap};
+use super::{
+    COUNTER_BYTES, Launch, MapPlace, MapSpace, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel,
+    WORKSPACE_ALIGNMENT,
+};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
@@ -68,7 +71,7 @@ pub(super) fn division(problem: &Problem) -> Division {
 }
 
 /// The prefill launch for a problem whose sequences all run in prefill or are [`Division::Mixed`];
-/// `None` if no module takes it on this GPU. The tile map of a mask starts at `map_at` in the
+/// `None` if no module takes it on this GPU. The tile maps of a mask start at `map_at` in the
 /// workspace.
 pub(super) fn select(
     problem: &Problem,
@@ -89,7 +92,7 @@ pub(super) fn select(
         fallback,
         min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
         l2_group: l2_group(problem, facts),
-        map: map.then(|| tile_map(problem, facts, [&specialized, &fallback], map_at)),
+        map: map.then(|| map_space(problem, facts, [&specialized, &fallback], map_at)),
     })
 }
 
@@ -246,14 +249,13 @@ fn kernel(
     }
 }
 
-/// The launch that makes the tile map of a mask, with room for either kernel's tiles.
-fn tile_map(
+/// The launch that makes a tile map of a mask, and room for those of both kernels.
+fn map_space(
     problem: &Problem,
     facts: &CudaFacts,
-    kernels: [&PrefillKernel; 2],
+    [specialized, fallback]: [&PrefillKernel; 2],
     at: usize,
-) -> TileMap {
-    let bytes = kernels.into_iter().map(|kernel| max_map_bytes(problem, kernel)).max();
+) -> MapSpace {
     let launch = Launch {
         module: Family::MaskMap.name(),
         entry: "mask_map",
@@ -261,7 +263,17 @@ fn tile_map(
         threads: MAP_THREADS,
         shared_bytes: 0,
     };
-    TileMap { launch, at, bytes: bytes.unwrap_or(0) }
+    let first = MapPlace { at, bytes: max_map_bytes(problem, specialized) };
+    let tile = |kernel: &PrefillKernel| (kernel.tile_rows, kernel.tile_keys);
+    let second = || MapPlace {
+        at: first
+            .end()
+            .checked_next_multiple_of(WORKSPACE_ALIGNMENT as usize)
+            .unwrap_or(usize::MAX),
+        bytes: max_map_bytes(problem, fallback),
+    };
+    let fallback = if tile(specialized) == tile(fallback) { first } else { second() };
+    MapSpace { launch, specialized: first, fallback }
 }
 
 /// (Sequence, key/value head) pairs that share the L2 cache: groups of equal size, as few as

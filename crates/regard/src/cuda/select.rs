@@ -183,9 +183,9 @@ fn mixed(
     Selection { choice: both, split, backend }
 }
 
-/// The end of the workspace; `before` is its end without prefill's tile map.
+/// The end of the workspace; `before` is its end without prefill's tile maps.
 fn prefill_end(prefill: &Prefill, before: usize) -> usize {
-    prefill.map.map_or(before, |map| map.at.saturating_add(map.bytes))
+    prefill.map.map_or(before, |map| map.specialized.end().max(map.fallback.end()))
 }
 
 fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {

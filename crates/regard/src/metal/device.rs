@@ -297,7 +297,26 @@ impl Gpu {
         outputs: &Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = self.prepare(plan, inputs, outputs, &workspace.view())?;
+        // SAFETY: passed on.
+        unsafe { self.map_mask_raw(plan, encoder, inputs, outputs, &workspace.view()) }
+    }
+
+    /// [`Gpu::map_mask`] with a view of the caller's buffer as the workspace.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn map_mask_raw(
+        &self,
+        plan: &Plan,
+        encoder: &dyn Encoder,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &Outputs<MetalMemory>,
+        workspace: &BufferView,
+    ) -> Result<(), Error> {
+        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
         // SAFETY: passed on.
         unsafe { self.encode_map(&dispatches, encoder) }
     }
@@ -319,7 +338,26 @@ impl Gpu {
         outputs: &mut Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = self.prepare(plan, inputs, outputs, &workspace.view())?;
+        // SAFETY: passed on.
+        unsafe { self.run_mapped_raw(plan, encoder, inputs, outputs, &workspace.view()) }
+    }
+
+    /// [`Gpu::run_mapped`] with a view of the caller's buffer as the workspace.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn run_mapped_raw(
+        &self,
+        plan: &Plan,
+        encoder: &dyn Encoder,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &mut Outputs<MetalMemory>,
+        workspace: &BufferView,
+    ) -> Result<(), Error> {
+        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
         // SAFETY: passed on.
         unsafe { self.encode_attention(&dispatches, encoder) }
     }

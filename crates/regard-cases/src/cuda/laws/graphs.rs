@@ -4,19 +4,31 @@ use super::{Broken, expect};
 use crate::check::Checker;
 use crate::cuda::MirrorMut;
 use crate::cuda::{Runner, Uploaded, Workspace};
-use crate::{Array, Case, Keys, OffsetSpec, Spec};
+use crate::list::prefixes;
+use crate::{Array, Case, Hide, Keys, MaskSpec, OffsetSpec, Spec};
 use regard::cuda::cudarc::driver::CudaGraph;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use regard::cuda::{DeviceMemory, RawWorkspace, driver_error};
+use regard::cuda::{DeviceMemory, Prepared, RawWorkspace, driver_error};
 use regard::{DType, Error, Inputs, KeyOffset, KeyPositions, Outputs, Plan, QueryOffset, Window};
 
-/// Captures one run.
+/// What a graph has captured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Captured {
+    /// One run.
+    Run,
+    /// What the layers of a step share (its schedule, the tile map of its mask), and two layers
+    /// that read it.
+    Step,
+}
+
+/// Captures a run, or a step.
 fn capture(
     runner: &Runner,
     plan: &Plan,
     inputs: &Inputs<DeviceMemory>,
     outputs: &mut Outputs<DeviceMemory>,
     workspace: RawWorkspace,
+    captured: Captured,
 ) -> Result<CudaGraph, Error> {
     let stream = runner.stream();
     let doing = |error| driver_error("capturing a graph", error);
@@ -24,8 +36,23 @@ fn capture(
     stream
         .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         .map_err(doing)?;
+    let (gpu, raw) = (runner.gpu(), stream.cu_stream());
     // SAFETY: the stream is of this GPU; the caller keeps everything until the graph has run.
-    let run = unsafe { runner.gpu().run_raw(plan, stream.cu_stream(), inputs, outputs, workspace) };
+    let run = unsafe {
+        match captured {
+            Captured::Run => gpu.run_raw(plan, raw, inputs, outputs, workspace),
+            Captured::Step => {
+                let prepared = Prepared { schedule: true, tile_map: true };
+                gpu.schedule(plan, raw, inputs, outputs, workspace)
+                    .and_then(|()| gpu.map_mask(plan, raw, inputs, outputs, workspace))
+                    .and_then(|()| {
+                        (0..2).try_for_each(|_layer| {
+                            gpu.run_prepared(plan, raw, inputs, outputs, workspace, prepared)
+                        })
+                    })
+            }
+        }
+    };
     let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing)?;
     run?;
     graph.ok_or_else(|| Error::argument("graph", "empty", "a launch"))
@@ -34,6 +61,7 @@ fn capture(
 /// Replaces the operands of these names, replays, and holds each result to the oracle.
 fn replay(
     runner: &mut Runner,
+    captured: Captured,
     base: &Case,
     replaced: &[&str],
     replays: &[Case],
@@ -54,7 +82,8 @@ fn replay(
         let mut outputs = Outputs { out: out.view(), lse: Some(lse.view()) };
         let plan = runner.gpu().plan(&inputs, &outputs)?;
         let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
-        (capture(runner, &plan, &inputs, &mut outputs, workspace.raw())?, workspace)
+        let raw = workspace.raw();
+        (capture(runner, &plan, &inputs, &mut outputs, raw, captured)?, workspace)
     };
     for (i, case) in replays.iter().enumerate() {
         let inputs = case.inputs()?;
@@ -85,6 +114,38 @@ fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Option<Array>, Error> {
 /// Decode over pages: new lengths, new tables, entries of the batch that are padding (no keys, no
 /// pages).
 pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
+    let replays_run = replay_decode(runner, Captured::Run)?;
+    Ok(format!("{replays_run} replays with other lengths and tables"))
+}
+
+/// Decode and prefill over shards: new positions of rows and of keys.
+pub fn shards(runner: &mut Runner) -> Result<String, Broken> {
+    let replays_run = replay_shards(runner, Captured::Run)?;
+    Ok(format!("{replays_run} replays with other positions"))
+}
+
+/// Ragged queries: the rows of the batch are dealt out anew.
+pub fn ragged(runner: &mut Runner) -> Result<String, Broken> {
+    let replays_run = replay_ragged(runner, Captured::Run)?;
+    Ok(format!("{replays_run} replays with rows dealt out anew"))
+}
+
+/// The same graphs with the schedule of the step, which a replay computes anew for its lengths, and
+/// layers that read it; and under a mask, whose tile map a replay makes anew.
+pub fn scheduled(runner: &mut Runner) -> Result<String, Broken> {
+    let captured = Captured::Step;
+    let decode = replay_decode(runner, captured)?;
+    let shards = replay_shards(runner, captured)?;
+    let ragged = replay_ragged(runner, captured)?;
+    let groups = replay_groups(runner, captured)?;
+    let masks = replay_masks(runner, captured)?;
+    Ok(format!(
+        "{decode} replays of decode, {shards} over shards, {ragged} with rows dealt out anew, \
+         {groups} with other prefix groups, {masks} under other masks, two layers each"
+    ))
+}
+
+fn replay_decode(runner: &mut Runner, captured: Captured) -> Result<usize, Broken> {
     const CAPACITY: usize = 3000;
     let mut replays_run = 0;
     for (dtype, dim, window) in
@@ -132,14 +193,13 @@ pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
             case.attention.block_table = ints(entries, &[5, columns])?;
             replays.push(case);
         }
-        replay(runner, &base, &["kv_lens", "block_table"], &replays)?;
+        replay(runner, captured, &base, &["kv_lens", "block_table"], &replays)?;
         replays_run += replays.len();
     }
-    Ok(format!("{replays_run} replays with other lengths and tables"))
+    Ok(replays_run)
 }
 
-/// Decode and prefill over shards: new positions of rows and of keys.
-pub fn shards(runner: &mut Runner) -> Result<String, Broken> {
+fn replay_shards(runner: &mut Runner, captured: Captured) -> Result<usize, Broken> {
     let mut replays_run = 0;
     for (dtype, rows, stride) in
         [(DType::BF16, 1, 1), (DType::BF16, 1, 4), (DType::F32, 3, 2), (DType::BF16, 150, 3)]
@@ -172,14 +232,13 @@ pub fn shards(runner: &mut Runner) -> Result<String, Broken> {
             case.attention.key_positions = Some(KeyPositions { offset, stride });
             replays.push(case);
         }
-        replay(runner, &base, &["q_offset", "key_offset"], &replays)?;
+        replay(runner, captured, &base, &["q_offset", "key_offset"], &replays)?;
         replays_run += replays.len();
     }
-    Ok(format!("{replays_run} replays with other positions"))
+    Ok(replays_run)
 }
 
-/// Ragged queries: the rows of the batch are dealt out anew.
-pub fn ragged(runner: &mut Runner) -> Result<String, Broken> {
+fn replay_ragged(runner: &mut Runner, captured: Captured) -> Result<usize, Broken> {
     let mut replays_run = 0;
     for (dtype, dim) in [(DType::BF16, 128), (DType::F32, 40)] {
         let spec = Spec {
@@ -208,9 +267,63 @@ pub fn ragged(runner: &mut Runner) -> Result<String, Broken> {
             case.attention.kv_lens = ints(lens.to_vec(), &[4])?;
             replays.push(case);
         }
-        replay(runner, &base, &["cu_seqlens_q", "kv_lens"], &replays)?;
+        replay(runner, captured, &base, &["cu_seqlens_q", "kv_lens"], &replays)?;
         replays_run += replays.len();
     }
     expect(replays_run > 0, || "nothing was replayed".into())?;
-    Ok(format!("{replays_run} replays with rows dealt out anew"))
+    Ok(replays_run)
+}
+
+/// Decode of sequences that share prefixes: other groups, other prefixes, none.
+fn replay_groups(runner: &mut Runner, captured: Captured) -> Result<usize, Broken> {
+    let mut replays_run = 0;
+    for spec in prefixes().filter(|spec| spec.core && spec.prefixes.is_some()) {
+        let base = Spec { poison: false, ..spec }.generate();
+        let mut replays = vec![base.clone()];
+        let groups = base.attention.prefix_groups.as_ref().expect("the specs have groups");
+        let lens = base.attention.prefix_lens.as_ref().expect("the specs have groups");
+        // Nothing is shared.
+        let mut none = base.clone();
+        none.name = format!("{} without groups", base.name);
+        none.attention.prefix_groups = ints(vec![-1; groups.shape()[0]], groups.shape())?;
+        replays.push(none);
+        let mut short = base.clone();
+        short.name = format!("{} without prefixes", base.name);
+        short.attention.prefix_lens = ints(vec![0; lens.shape()[0]], lens.shape())?;
+        replays.push(short);
+        replays.push(base.clone());
+        replay(runner, captured, &base, &["prefix_groups", "prefix_lens"], &replays)?;
+        replays_run += replays.len();
+    }
+    expect(replays_run > 0, || "there are no cases of prefix groups".into())?;
+    Ok(replays_run)
+}
+
+/// Prefill under masks that hide and keep entire tiles, other ones in every replay.
+fn replay_masks(runner: &mut Runner, captured: Captured) -> Result<usize, Broken> {
+    let mut replays_run = 0;
+    for (dtype, mask) in [(DType::F32, DType::Bool), (DType::BF16, DType::BF16)] {
+        let broadcast = [true, true, false, false];
+        let mask = MaskSpec { dtype: mask, hide: Hide::Blocks, broadcast };
+        let spec = |seed| Spec {
+            mask: Some(mask),
+            poison: false,
+            seed,
+            ..Spec::new(format!("graph/masks-{dtype}"))
+                .lengths(&[(390, 800)])
+                .dims(64, 64)
+                .dtype(dtype)
+        };
+        let base = spec(1).generate();
+        let mut replays = Vec::new();
+        for seed in 2..5 {
+            let mut case = base.clone();
+            case.name = format!("{} {seed}", base.name);
+            case.attention.mask = spec(seed).generate().attention.mask;
+            replays.push(case);
+        }
+        replay(runner, captured, &base, &["mask"], &replays)?;
+        replays_run += replays.len();
+    }
+    Ok(replays_run)
 }

@@ -6,6 +6,7 @@ mod extremes;
 mod graphs;
 mod interface;
 mod invariance;
+mod mask_map;
 mod merge;
 mod schedule;
 
@@ -38,7 +39,9 @@ pub const LAWS: &[Law] = &[
     Law { name: "graph-decode", check: graphs::decode },
     Law { name: "graph-ragged", check: graphs::ragged },
     Law { name: "graph-shards", check: graphs::shards },
+    Law { name: "graph-scheduled", check: graphs::scheduled },
     Law { name: "scheduled-equals-plain", check: schedule::scheduled_equals_plain },
+    Law { name: "mapped-equals-plain", check: mask_map::mapped_equals_plain },
     Law { name: "refusals", check: interface::refusals },
     Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
     Law { name: "append", check: append::append },

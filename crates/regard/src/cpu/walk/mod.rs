@@ -21,6 +21,7 @@ pub mod selection;
 pub mod softmax;
 pub mod stream;
 pub mod tile;
+pub mod tile_kinds;
 pub mod tiling;
 pub mod verify;
 

@@ -2,6 +2,7 @@
 //! updated.
 
 use super::list_tile::ListTile;
+use super::tile_kinds::{TileKind, TileKinds};
 use super::tiling::MAX_TILE_KEYS;
 use crate::cpu::product::exponentials::{self, Exponentials, Work};
 use crate::cpu::vector::{Storage, Vector, tanh};
@@ -36,6 +37,8 @@ pub struct ScoreModifiers<'a> {
     pub softcap: Option<f32>,
     /// No softcap, ALiBi, mask or tree mask.
     pub unmodified: bool,
+    /// The tile map of the mask, if the workspace has it.
+    pub tiles: Option<TileKinds<'a>>,
 }
 
 /// The scores of some rows against one tile. Key indices are relative to the tile.
@@ -394,7 +397,14 @@ unsafe fn modify_scores<V: Vector>(
                 i += V::LANES;
             }
         }
-        if let Some(mask) = &attention.mask {
+        let mask = attention.mask.as_ref().filter(|_| {
+            // A full tile of a boolean mask changes nothing. A map has no others.
+            let kind = modifiers
+                .tiles
+                .map(|tiles| tiles.kind(sequence.index, row.head, row.token, tile_start));
+            kind != Some(TileKind::Full)
+        });
+        if let Some(mask) = mask {
             match mask.dtype() {
                 DType::Bool => boolean_mask(mask, sequence, row, tile_start),
                 DType::F32 => additive_mask::<V, f32>(mask, sequence, row, tile_start),
@@ -418,15 +428,9 @@ pub struct MaskRow {
 
 impl MaskRow {
     /// The elements of a token and query head from `key` on.
-    pub fn new(
-        mask: &Tensor,
-        sequence: &Sequence,
-        token: usize,
-        head: usize,
-        key: usize,
-    ) -> MaskRow {
+    pub fn new(mask: &Tensor, sequence: usize, token: usize, head: usize, key: usize) -> MaskRow {
         let (shape, strides) = (mask.shape(), mask.strides());
-        let indices = [sequence.index, head, token, key];
+        let indices = [sequence, head, token, key];
         let mut offset = 0i64;
         for i in 0..4 {
             if shape[i] > 1 {
@@ -435,6 +439,11 @@ impl MaskRow {
         }
         let bytes = (offset * mask.dtype().size() as i64) as isize;
         MaskRow { data: mask.as_ptr().wrapping_offset(bytes), broadcast: shape[3] == 1 }
+    }
+
+    /// How many elements stand for that many keys.
+    pub fn count(&self, keys: usize) -> usize {
+        if self.broadcast { keys.min(1) } else { keys }
     }
 
     /// The element of the key that is `i` after the first.
@@ -451,7 +460,7 @@ impl MaskRow {
 #[inline(always)]
 unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
     let elements =
-        MaskRow::new(mask, sequence, row.token, row.head, tile_start + row.visible.start);
+        MaskRow::new(mask, sequence.index, row.token, row.head, tile_start + row.visible.start);
     // SAFETY: the first element is that of the first visible key. The view was checked to have one
     // element per visible key, or one for all.
     unsafe {
@@ -472,7 +481,7 @@ unsafe fn additive_mask<V: Vector, E: Storage>(
     tile_start: usize,
 ) {
     let elements =
-        MaskRow::new(mask, sequence, row.token, row.head, tile_start + row.visible.start);
+        MaskRow::new(mask, sequence.index, row.token, row.head, tile_start + row.visible.start);
     let (from, count) = (elements.data.cast::<E>(), row.visible.len());
     // SAFETY: as `boolean_mask`.
     unsafe {
@@ -606,7 +615,7 @@ unsafe fn modify_listed_scores<V: Vector>(
         }
         if let Some(mask) = &attention.mask {
             if mask.dtype() == DType::Bool {
-                let elements = MaskRow::new(mask, sequence, row.token, row.head, 0);
+                let elements = MaskRow::new(mask, sequence.index, row.token, row.head, 0);
                 for (i, &key) in keys.iter().enumerate().filter(|(_, key)| **key >= 0) {
                     if elements.at::<u8>(key as usize) == 0 {
                         *row.scores.add(i) = f32::NEG_INFINITY;
@@ -645,7 +654,7 @@ unsafe fn gather_biases(
     keys: &[i32],
     to: &mut [f32; MAX_TILE_KEYS],
 ) {
-    let elements = MaskRow::new(mask, sequence, row.token, row.head, 0);
+    let elements = MaskRow::new(mask, sequence.index, row.token, row.head, 0);
     for (to, &key) in to.iter_mut().zip(keys) {
         // SAFETY: same contract.
         *to = unsafe {
