@@ -296,7 +296,7 @@ struct KeyView {
     int second_block_size;
 };
 
-// A key is a key of the sequence, a slot of the pool (of the second one if `in_second`), or an entry of a list of pages.
+// A key is a key of the sequence, a slot of the pool (the second one, if `in_second`), or an entry of a list of pages.
 template <typename T>
 METAL_FUNC device const T* key_address(KeyView<T> keys, int key, bool in_second = false) {
     if (BLOCK_SIZE == 0) return keys.data + long(key) * keys.token_stride;
