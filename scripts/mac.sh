@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# On a Mac: runs the one list of cases and the real model's attention on its GPU, times some shapes, and writes a report to
-# attach to an issue.
+# On a Mac: checks everything on its GPU (the one list of cases, a real model's attention, every pipeline with every pair of features,
+# random problems), measures the named shapes, and writes a report to attach to an issue.
 #
 #   scripts/mac.sh [REPORT]          metal-report.md if no name is given
+#
+# REGARD_MAC_RANDOM is the number of random problems (1000). Each compiles pipelines of its own, which takes most of the time. What fails is also left
+# as case files, in metal-failures/.
 #
 # Needs an Apple silicon Mac with macOS 14 or later, and Rust. Exit status: 0 if everything was right, 1 if something was not (it is in the report),
 # 3 if this is no such Mac.
@@ -35,9 +38,17 @@ section() {
 } >"$report"
 
 cargo build --quiet --release -p regard-cli || exit 1
-section "The list of cases" cargo run --quiet --release -p regard-cli -- check --cases --device metal
-section "A real model's attention" cargo run --quiet --release -p regard-cli -- check testdata --device metal
-section "Speed" cargo run --quiet --release -p regard --features metal --example metal_bench
+regard=target/release/regard
+section "The machine" "$regard" info
+section "A real model's attention" "$regard" check testdata --device metal
+section "The list of cases" "$regard" check --cases --device metal
+# The named shapes in f32, bf16 and f16, then wide heads, caches in 8 and 4 bits and selected keys. Results are checked too.
+section "Speed" "$regard" bench --device metal --markdown
+section "Speed: wide heads" "$regard" bench --device metal --markdown --dtype f16 --shape "hq=8 hkv=4 d=512 lq=512 lk=512 causal"
+section "Speed: caches" "$regard" bench d4k d32k --device metal --markdown --dtype f16 --with plain --with "kv=i8 scale=token-head" \
+    --with "kv=e4m3 scale=token-head" --with kv=q8_0 --with kv=q4_0
+section "Every pipeline with every pair of features" "$regard" check --coverage --device metal
+section "Random problems" "$regard" check --random "${REGARD_MAC_RANDOM:-1000}" --device metal --out metal-failures
 
 echo "mac: wrote $report"
 exit $failed

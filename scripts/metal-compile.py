@@ -182,8 +182,9 @@ def pipelines():
                     yield f"decode_{kind}_{shape}", f"dims {dims}, rows {block_rows}, {feature}", constants
         if kind == "half":
             for shape, dims, rows in DECODE:
-                constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": rows[-1], "LISTS": 1, "BLOCK_SIZE": 16}
-                yield f"decode_{kind}_{shape}", f"dims {dims}, rows {rows[-1]}, lists of keys", constants
+                constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": rows[-1], "BLOCK_SIZE": 16}
+                for label, lists in [("lists of keys", 1), ("lists of two caches", 5)]:
+                    yield f"decode_{kind}_{shape}", f"dims {dims}, rows {rows[-1]}, {label}", {**constants, "LISTS": lists}
         for shape, dims, groups, keys_of_4, keys_of_2 in PREFILL:
             tile = keys_of_4 if kind == "float" else keys_of_2
             for feature, values in prefill.items():

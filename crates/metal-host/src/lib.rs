@@ -82,6 +82,19 @@ fn only_instance(line: &str, function: &str) -> String {
 /// # Errors
 /// In words.
 pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<(), String> {
+    run_from(library, dispatch, schedule, [0; 3])
+}
+
+/// Runs the threadgroups of a dispatch from `first` on, in each dimension.
+///
+/// # Errors
+/// In words.
+pub fn run_from(
+    library: &mut Library,
+    dispatch: &Dispatch,
+    schedule: u32,
+    first: [u32; 3],
+) -> Result<(), String> {
     let params = dispatch.params.bytes();
     // SAFETY: the parameters outlive the run.
     let mut buffers = vec![(0, unsafe { Buffer::read(params.as_ptr(), params.len()) })];
@@ -108,6 +121,7 @@ pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<
             buffers: &buffers,
             threadgroup_bytes: &[(0, dispatch.threadgroup_bytes)],
             threadgroup_limit: 32 << 10,
+            first_threadgroup: first,
             schedule,
         })
         .map_err(|error| error.to_string())?;
@@ -141,6 +155,7 @@ pub fn run_stand_in(
             buffers: &buffers,
             threadgroup_bytes: &[(0, launch.threadgroup_bytes)],
             threadgroup_limit: 32 << 10,
+            first_threadgroup: [0; 3],
             schedule,
         })
         .map_err(|error| error.to_string())?;

@@ -406,9 +406,10 @@ int msl_run(const msl_dispatch* dispatch, const unsigned* indices, const double*
     } else {
         threads = (unsigned)all;
         bool ended = true;
-        for (unsigned z = 0; z < groups.z && ended; z++)
-            for (unsigned y = 0; y < groups.y && ended; y++)
-                for (unsigned x = 0; x < groups.x && ended; x++) ended = run_threadgroup(*dispatch, {x, y, z});
+        const msl_uint3 first = dispatch->first_threadgroup;
+        for (unsigned z = first.z; z < groups.z && ended; z++)
+            for (unsigned y = first.y; y < groups.y && ended; y++)
+                for (unsigned x = first.x; x < groups.x && ended; x++) ended = run_threadgroup(*dispatch, {x, y, z});
     }
     for (unsigned i = 0; i < MSL_THREADGROUP_BUFFERS; i++)
         if (dispatch->threadgroup_bytes[i]) free(arguments.threadgroup_memory[i]);

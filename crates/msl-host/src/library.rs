@@ -49,6 +49,9 @@ pub struct Dispatch<'a> {
     pub threadgroup_bytes: &'a [(u32, usize)],
     /// Threadgroup memory that the device has, in bytes.
     pub threadgroup_limit: usize,
+    /// The first threadgroup that runs, in each dimension: those before are left out, for tests of
+    /// large grids.
+    pub first_threadgroup: [u32; 3],
     /// In which order SIMD groups and lanes run: 0 ascending, 1 descending, any other number the
     /// seed of a random order. All are unfair.
     pub schedule: u32,
@@ -75,6 +78,7 @@ struct RawDispatch {
     buffers: [RawBuffer; BUFFERS],
     threadgroup_bytes: [usize; THREADGROUP_BUFFERS],
     threadgroup_limit: usize,
+    first_threadgroup: [u32; 3],
     schedule: u32,
 }
 
@@ -166,6 +170,7 @@ impl Library {
             buffers: [nothing; BUFFERS],
             threadgroup_bytes: [0; THREADGROUP_BUFFERS],
             threadgroup_limit: dispatch.threadgroup_limit,
+            first_threadgroup: dispatch.first_threadgroup,
             schedule: dispatch.schedule,
         };
         let range =

@@ -154,6 +154,9 @@ fn constants_buffers_and_positions() {
     assert!(unset.iter().any(|finding| finding.contains("DOUBLE_SCALE")), "{unset:?}");
     library.run(&dispatch).unwrap();
     assert!((0..37).all(|i| y[i] == 6.0 * x[i]) && y[37].is_nan());
+    y.fill(f32::NAN);
+    library.run(&Dispatch { first_threadgroup: [1, 0, 0], ..dispatch.clone() }).unwrap();
+    assert!((0..20).all(|i| y[i].is_nan()) && (20..37).all(|i| y[i] == 6.0 * x[i]));
     assert!(library.run(&Dispatch { kernel: "nothing", ..dispatch }).is_err());
 }
 

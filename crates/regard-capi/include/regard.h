@@ -729,6 +729,20 @@ regard_status regard_plan_run_prepared(const struct regard_plan *plan,
 regard_status regard_plan_tile_map(const struct regard_plan *plan,
                                    const struct regard_operands *operands,
                                    struct regard_tile_map *map);
+// Takes compiled pipelines from a file of `regard_device_save_archive`, from now on and in place
+// of another such file: pipelines that are in it are not compiled again. Without such a file there
+// is nothing to take. `path` is UTF-8. For Metal; the CPU and CUDA ship compiled code, so that
+// nothing is read there.
+regard_status regard_device_use_archive(const struct regard_device *device, const char *path);
+
+// Writes all pipelines that the device has loaded to a binary archive, in place of a file that is
+// there, and their number to `pipelines`, unless that is null. Metal reads it on GPUs and systems
+// of the same version; elsewhere pipelines are compiled as if it were empty. `path` is UTF-8. For
+// Metal; the CPU and CUDA ship compiled code, so that nothing is written there, and the number is
+// 0.
+regard_status regard_device_save_archive(const struct regard_device *device,
+                                         const char *path,
+                                         size_t *pipelines);
 
 #ifdef __cplusplus
 }  // extern "C"

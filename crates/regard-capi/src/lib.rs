@@ -28,7 +28,7 @@ use device::{Runner, Target};
 use regard::{Error, Host, Machine, Problem, Refusal};
 use status::{Failure, c_text};
 use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 use step::Memory;
@@ -375,6 +375,66 @@ pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
             Runner::Absent => Err(absent(&target.machine)),
         }
     })
+}
+
+/// Takes compiled pipelines from a file of `regard_device_save_archive`, from now on and in place
+/// of another such file: pipelines that are in it are not compiled again. Without such a file there
+/// is nothing to take. `path` is UTF-8. For Metal; the CPU and CUDA ship compiled code, so that
+/// nothing is read there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_device_use_archive(
+    device: *const Device,
+    path: *const c_char,
+) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let (target, _path) = unsafe { (Target::from_device(device)?, archive_path(path)?) };
+        match &target.runner {
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => Ok(gpu.use_archive(_path)?),
+            Runner::Absent => Err(absent(&target.machine)),
+            _ => Ok(()),
+        }
+    })
+}
+
+/// Writes all pipelines that the device has loaded to a binary archive, in place of a file that is
+/// there, and their number to `pipelines`, unless that is null. Metal reads it on GPUs and systems
+/// of the same version; elsewhere pipelines are compiled as if it were empty. `path` is UTF-8. For
+/// Metal; the CPU and CUDA ship compiled code, so that nothing is written there, and the number is
+/// 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_device_save_archive(
+    device: *const Device,
+    path: *const c_char,
+    pipelines: *mut usize,
+) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let (target, _path) = unsafe { (Target::from_device(device)?, archive_path(path)?) };
+        let saved = match &target.runner {
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => gpu.save_archive(_path)?,
+            Runner::Absent => return Err(absent(&target.machine)),
+            _ => 0,
+        };
+        if !pipelines.is_null() {
+            // SAFETY: the caller's promise.
+            unsafe { pipelines.write_unaligned(saved) };
+        }
+        Ok(())
+    })
+}
+
+/// # Safety
+/// `path` is null or a string that ends in a zero.
+unsafe fn archive_path<'a>(path: *const c_char) -> Result<&'a str, Failure> {
+    if path.is_null() {
+        return Err(bad("path", "null", "the path of a file"));
+    }
+    // SAFETY: passed on.
+    let path = unsafe { CStr::from_ptr(path) };
+    path.to_str().map_err(|_| bad("path", "not UTF-8", "the path of a file, in UTF-8"))
 }
 
 impl Plan {

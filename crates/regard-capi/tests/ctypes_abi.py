@@ -111,6 +111,8 @@ def load(path):
         "regard_plan_zeroed_bytes": (c_size_t, [c_void_p]),
         "regard_plan_load": (c_int32, [c_void_p]),
         "regard_plan_explain": (c_char_p, [c_void_p]),
+        "regard_device_use_archive": (c_int32, [POINTER(Device), c_char_p]),
+        "regard_device_save_archive": (c_int32, [POINTER(Device), c_char_p, POINTER(c_size_t)]),
         "regard_append_run": (c_int32, [POINTER(Append), POINTER(Device), c_void_p]),
         "regard_merge_run": (c_int32, [POINTER(Merge), POINTER(Device), c_void_p]),
         "regard_plan_run_prepared": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p, c_uint32]),
@@ -256,6 +258,11 @@ def attend(regard, memory):
     assert status == OK, regard.regard_last_error()
     print(regard.regard_plan_explain(plan).decode(), end="")
     assert regard.regard_plan_load(plan) == OK, regard.regard_last_error()
+    # Archives of compiled pipelines are Metal's.
+    pipelines = c_size_t(7)
+    assert regard.regard_device_use_archive(memory.device, b"no such file") == OK
+    assert regard.regard_device_save_archive(memory.device, b"no such folder/file", byref(pipelines)) == OK
+    assert pipelines.value == 0
     size = regard.regard_plan_workspace_bytes(plan)
     workspace = memory.workspace(size, regard.regard_plan_zeroed_bytes(plan))
     run = lambda bytes: regard.regard_plan_run(plan, byref(operands), workspace, bytes, None)

@@ -13,6 +13,8 @@ pub mod coverage;
 pub mod cuda;
 pub mod file;
 pub mod list;
+#[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+pub mod metal;
 mod noise;
 mod place;
 pub mod random;

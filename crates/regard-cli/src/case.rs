@@ -7,6 +7,8 @@ use regard_cases::{Case, Output, file};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
+#[cfg(all(feature = "metal", target_vendor = "apple"))]
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Reads a case file.
@@ -108,6 +110,17 @@ fn metal_device() -> Result<Target, Error> {
     Ok(Target::Metal)
 }
 
+/// The system's default Metal device. All threads share it, and the pipelines that it has compiled.
+#[cfg(all(feature = "metal", target_vendor = "apple"))]
+pub fn apple_gpu() -> Result<Arc<regard::metal::device::Gpu>, Error> {
+    static GPU: Mutex<Option<Arc<regard::metal::device::Gpu>>> = Mutex::new(None);
+    let mut gpu = GPU.lock().expect("no thread panics here");
+    match &*gpu {
+        Some(gpu) => Ok(gpu.clone()),
+        None => Ok(gpu.insert(Arc::new(regard::metal::device::Gpu::system_default()?)).clone()),
+    }
+}
+
 #[cfg(not(all(feature = "metal", target_vendor = "apple")))]
 fn metal_device() -> Result<Target, Error> {
     Err(no_kernels(
@@ -142,7 +155,7 @@ pub enum Runner {
     Cuda(Box<regard_cases::cuda::Runner>),
     /// On an Apple GPU.
     #[cfg(all(feature = "metal", target_vendor = "apple"))]
-    Metal(Box<regard::metal::device::Gpu>),
+    Metal(Box<regard_cases::metal::Runner>),
     /// The kernels for Apple's GPUs, on the host.
     #[cfg(feature = "metal-host")]
     MetalHost(Box<metal_host::MetalHost>),
@@ -190,7 +203,7 @@ impl Runner {
             }
             #[cfg(all(feature = "metal", target_vendor = "apple"))]
             Target::Metal => {
-                Ok(Runner::Metal(Box::new(regard::metal::device::Gpu::system_default()?)))
+                Ok(Runner::Metal(Box::new(regard_cases::metal::Runner::new(apple_gpu()?))))
             }
             #[cfg(feature = "metal-host")]
             Target::MetalHost => Ok(Runner::MetalHost(Box::new(metal_host::MetalHost::new()?))),
@@ -209,7 +222,7 @@ impl Runner {
             #[cfg(feature = "cuda")]
             Runner::Cuda(runner) => Some(runner.gpu().machine()),
             #[cfg(all(feature = "metal", target_vendor = "apple"))]
-            Runner::Metal(gpu) => Some(gpu.machine()),
+            Runner::Metal(runner) => Some(runner.gpu().machine()),
             #[cfg(feature = "metal-host")]
             Runner::MetalHost(host) => host.machines().first(),
         }
@@ -240,7 +253,8 @@ impl Runner {
                 Ok(Run { output, kernel, seconds, work })
             }
             #[cfg(all(feature = "metal", target_vendor = "apple"))]
-            Runner::Metal(gpu) => {
+            Runner::Metal(runner) => {
+                let gpu = runner.gpu();
                 let (mut kernel, mut seconds, mut work) = ("", f64::INFINITY, Work::default());
                 let output = case.run(|inputs, outputs| {
                     let plan = gpu.plan(inputs, outputs)?;

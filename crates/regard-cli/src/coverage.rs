@@ -153,6 +153,14 @@ fn device(runner: &mut Runner) -> Result<Device<'_>, Stop> {
                 Box::new(move |subject, case, data| cuda::run(runner, subject, case, data));
             Ok(Device { backend, run, others })
         }
+        // The pipelines for all families: this GPU runs those that are tuned for others too.
+        #[cfg(all(feature = "metal", target_vendor = "apple"))]
+        Runner::Metal(runner) => {
+            let backend = Box::new(regard_cases::coverage::metal::Metal);
+            let run: RunCase =
+                Box::new(move |subject, case, data| runner.cover(subject, case, data));
+            Ok(Device { backend, run, others: BTreeMap::new() })
+        }
         #[cfg(feature = "metal-host")]
         Runner::MetalHost(host) => {
             let backend = Box::new(regard_cases::coverage::metal::Metal);
@@ -167,7 +175,7 @@ fn not_here() -> Stop {
     Error::argument(
         "--coverage",
         "on a device that it cannot cover",
-        "--device cuda, --device metal-host",
+        "--device cuda, --device metal, --device metal-host",
     )
     .into()
 }

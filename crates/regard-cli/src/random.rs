@@ -133,10 +133,7 @@ fn device(target: &Target, all_levels: bool) -> Result<Box<dyn Device>, Error> {
         #[cfg(feature = "cuda")]
         Target::Cuda(ordinal) => Box::new(regard_cases::cuda::Runner::new(*ordinal)?),
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
-        Target::Metal => {
-            let allowed = "cpu, cuda, cuda:N or metal-host with --random";
-            return Err(Error::argument("device", "metal", allowed));
-        }
+        Target::Metal => Box::new(regard_cases::metal::Runner::new(case::apple_gpu()?)),
         #[cfg(feature = "metal-host")]
         Target::MetalHost => Box::new(metal_host::MetalHost::new()?),
     })

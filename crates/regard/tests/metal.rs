@@ -13,7 +13,7 @@ use regard_cases::check::Checker;
 use regard_cases::random::{self, Device, Profile};
 use regard_cases::rows::{Rows, bits, rows as rows_of};
 use regard_cases::{
-    CacheSpec, Caches, Granularity, Keys, KvLayout, Layout, Scales, SequenceSpec, Spec, file, list,
+    CacheSpec, Granularity, Keys, KvLayout, Layout, Scales, SequenceSpec, Spec, file, list,
 };
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,13 +27,7 @@ fn specs() -> Vec<Spec> {
         Build::Plain => list::list_with_caches().collect(),
         Build::FastMath | Build::Sanitized | Build::Races => core(),
     };
-    let reads = |spec: &Spec| !has_second_cache(spec) && spec.name.contains(&only);
-    all.into_iter().filter(reads).collect()
-}
-
-/// Metal refuses a second cache: `tests/second_lists.rs`.
-fn has_second_cache(spec: &Spec) -> bool {
-    spec.lists.is_some_and(|lists| lists.caches != Caches::One)
+    all.into_iter().filter(|spec| spec.name.contains(&only)).collect()
 }
 
 /// The core list, and what it has not: every class of head dims, in decode and prefill, and splits.
@@ -188,9 +182,7 @@ fn random_problems_of_a_new_seed() {
     let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(MetalHost::new()?)) };
     let summary = random::test("on the Metal kernels", 300, Profile::All, &make);
     let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
-    let refused: u64 = summary.refused.values().sum();
-    assert_eq!(summary.passed + refused, 300);
-    assert!(summary.refused.keys().all(|why| why.contains("second_indices")), "{summary:?}");
+    assert_eq!(summary.passed, 300, "{summary:?}");
 }
 
 #[test]

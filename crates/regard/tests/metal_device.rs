@@ -17,6 +17,10 @@ use regard::metal::stand_in::{self, Chip, objc2_metal};
 use regard::metal::{self, Append, BufferView, MetalMemory, Rotary};
 use regard::{AppendScales, DType, Error, Inputs, Merge, Outputs, Tensor, TensorMut, bf16, f16};
 use regard_cases::check::Checker;
+use regard_cases::coverage::metal::Metal;
+use regard_cases::coverage::{Backend, cover};
+use regard_cases::metal::Runner;
+use regard_cases::random::{self, Device, Profile};
 use regard_cases::rows::bits;
 use regard_cases::{Hide, Keys, MaskSpec, Spec, list};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -437,6 +441,44 @@ fn pipelines_are_kept_in_an_archive() {
     let broken = Gpu::system_default().expect("a GPU").with_archive(path);
     let words = broken.expect_err("it is none").to_string();
     assert!(words.contains("it is no archive") && words.contains("metal.archive"), "{words}");
+}
+
+/// What `regard check --random N --device metal` does on a Mac.
+#[test]
+fn random_problems_run_on_copies() {
+    let Some(compiler) = compiler() else { return };
+    let make = || -> Result<Box<dyn Device>, Error> {
+        let (gpu, _) = gpu(&compiler, &metal::source(), M2);
+        Ok(Box::new(Runner::new(Arc::new(gpu))))
+    };
+    let summary = random::test("over a stand-in for Metal's classes", 60, Profile::Small, &make);
+    let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
+    assert_eq!(summary.passed, 60, "{summary:?}");
+}
+
+/// What `regard check --coverage --device metal` does there, for two pipelines.
+#[test]
+fn pipelines_are_covered_on_copies() {
+    let Some(compiler) = compiler() else { return };
+    let (gpu, _) = gpu(&compiler, &metal::source(), M2);
+    let mut runner = Runner::new(Arc::new(gpu));
+    for name in ["decode_float_2x1/8", "prefill_float_8x1/4"] {
+        let subjects = Metal.subjects();
+        let subject = subjects.iter().find(|subject| subject.name == name).expect("a pipeline");
+        let coverage = cover(&Metal, subject);
+        for case in coverage.cases.iter().step_by(9) {
+            let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", case.spec.name);
+            let data = case.spec.generate();
+            let output = runner.cover(subject, case, &data);
+            let output = output.unwrap_or_else(|error| panic!("{}", failed(&error)));
+            case.judge(&data, &output).unwrap_or_else(|failure| panic!("{}", failed(&failure)));
+        }
+    }
+    let subject = &Metal.subjects()[0];
+    let case = cover(&Metal, subject).cases.swap_remove(0);
+    let other = regard_cases::coverage::Subject { name: "prefill_x".into(), ..subject.clone() };
+    let error = runner.cover(&other, &case, &case.spec.generate()).unwrap_err().to_string();
+    assert!(error.contains("allowed: prefill_x"), "{error}");
 }
 
 /// One library for each kind of kernel and type is a translation unit of its own.

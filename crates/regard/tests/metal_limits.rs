@@ -6,8 +6,9 @@ mod far_offsets;
 #[path = "support/metal.rs"]
 mod support;
 
-use metal_host::{Build, On, run_problem};
-use regard::{DType, MAX_KEY_STRIDE};
+use metal_host::{Build, On, run_from, run_plan, run_problem};
+use regard::oracle::{Judge, Row};
+use regard::{DType, Error, MAX_KEY_STRIDE, Plan, Problem};
 use regard_cases::check::Checker;
 use regard_cases::{OffsetSpec, Spec};
 use support::{compiler, gpu, library, run_case, source_of};
@@ -71,16 +72,70 @@ fn positions_may_be_2_to_the_32_apart() {
     check(Spec { offset, ..apart });
 }
 
+/// A grid of a threadgroup for each of more than 65,535 sequences or heads. The host takes half a
+/// minute for all of them, so that only those from `first` on run and are judged.
+fn check_grid(spec: &Spec, first: [u32; 3]) {
+    let Some(compiler) = compiler() else { return };
+    let source = source_of(&["DECODE_TYPE(float", "PREFILL_TYPES(\"float\"", "COMBINE(float"]);
+    let mut library = library(&compiler, &source, Build::Plain);
+    let case = spec.generate();
+    let inputs = case.inputs().unwrap_or_else(|error| panic!("{}: {error}", spec.name));
+    let [_, head, sequence] = first.map(|index| index as usize);
+    let row = |i| match sequence {
+        0 => Row { sequence: 0, query: 0, head: i },
+        _ => Row { sequence: i, query: 0, head: 0 },
+    };
+    let rows: Vec<_> = (head.max(sequence)..MANY).map(row).collect();
+    let judge = Judge::for_rows(&inputs, spec.dtype, &rows);
+    let judge = judge.unwrap_or_else(|error| panic!("{}: {error}", spec.name));
+    let output = case.run(|inputs, outputs| -> Result<(), Error> {
+        let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &gpu(8, 8))?;
+        let mut dispatches = 0;
+        run_plan(&plan, 0xff, inputs, outputs, |dispatch| {
+            dispatches += 1;
+            assert_eq!(dispatch.grid.iter().max(), Some(&(MANY as u32)), "{:?}", dispatch.grid);
+            run_from(&mut library, dispatch, 0, first).unwrap_or_else(|why| panic!("{why}"));
+            Ok(())
+        })?;
+        assert_eq!(dispatches, 1, "a grid that is not cut");
+        Ok(())
+    });
+    let output = output.unwrap_or_else(|error| panic!("{}: {error}", spec.name));
+    let [out, lse] = [&output.out, &output.lse].map(|array| {
+        case.query_order(array.view().unwrap_or_else(|error| panic!("{}: {error}", spec.name)))
+    });
+    let judged = judge.check(&out, Some(&lse));
+    judged.map(|_| ()).unwrap_or_else(|mismatch| panic!("{}: {mismatch}", spec.name));
+}
+
+fn many_sequences() -> Spec {
+    spec("sequences").lengths(&vec![(1, 2); MANY])
+}
+
+fn many_heads() -> Spec {
+    spec("heads").lengths(&[(1, 2)]).heads(MANY, MANY)
+}
+
+#[test]
+fn there_may_be_more_than_65535_sequences() {
+    check_grid(&many_sequences(), [0, 0, 65_500]);
+}
+
+#[test]
+fn there_may_be_more_than_65535_heads() {
+    check_grid(&many_heads(), [0, 65_500, 0]);
+}
+
 /// A threadgroup each: half a minute.
 #[test]
 #[ignore = "long: scripts/metal.sh runs it"]
-fn there_may_be_more_than_65535_sequences() {
-    check(spec("sequences").lengths(&vec![(1, 2); MANY]));
+fn each_of_more_than_65535_sequences_is_right() {
+    check(many_sequences());
 }
 
 /// Likewise.
 #[test]
 #[ignore = "long: scripts/metal.sh runs it"]
-fn there_may_be_more_than_65535_heads() {
-    check(spec("heads").lengths(&[(1, 2)]).heads(MANY, MANY));
+fn each_of_more_than_65535_heads_is_right() {
+    check(many_heads());
 }

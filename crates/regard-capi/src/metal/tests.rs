@@ -361,3 +361,41 @@ fn wrong_arguments_have_error_messages() {
         Status::Ok
     });
 }
+
+/// A path for C.
+fn c_path(name: &str) -> std::ffi::CString {
+    let path = std::env::temp_dir().join(format!("{name}.{}", std::process::id()));
+    std::ffi::CString::new(path.into_os_string().into_encoded_bytes()).expect("no zero in it")
+}
+
+/// All of C's Metal devices of null are one, which lives as long as the process: other tests may
+/// have loaded pipelines.
+#[test]
+fn pipelines_are_kept_in_an_archive() {
+    let Some(_gpu) = gpu() else { return };
+    let (device, path) = (device(), c_path("regard-capi-archive"));
+    let mut saved = 0;
+    // SAFETY: all that is pointed to lives until the calls return.
+    unsafe {
+        expect_ok(regard_device_use_archive(&device, path.as_ptr()));
+        expect_ok(regard_merge_load(&device));
+        expect_ok(regard_device_save_archive(&device, path.as_ptr(), &mut saved));
+        assert!(saved >= 3, "{saved} pipelines");
+        expect_ok(regard_device_use_archive(&device, path.as_ptr()));
+        let compiled = stand_in::compiled();
+        // The stand-in's device at another address is another GPU, which has loaded nothing.
+        let other = MTLCreateSystemDefaultDevice().expect("a device");
+        let context = Arc::as_ptr(&other).cast_mut().cast();
+        let other = Device { context, ..device };
+        expect_ok(regard_device_use_archive(&other, path.as_ptr()));
+        expect_ok(regard_merge_load(&other));
+        assert_eq!(stand_in::compiled(), compiled, "all of them are in the archive");
+        expect_ok(regard_device_save_archive(&other, path.as_ptr(), &mut saved));
+        assert_eq!(saved, 3);
+    }
+    std::fs::write(path.to_str().expect("UTF-8"), "something else").expect("a file");
+    // SAFETY: as above.
+    let status = unsafe { regard_device_use_archive(&device, path.as_ptr()) };
+    assert!(status == Status::Refused && words().contains("it is no archive"), "{}", words());
+    let _ = std::fs::remove_file(path.to_str().expect("UTF-8"));
+}

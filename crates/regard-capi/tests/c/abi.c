@@ -677,12 +677,25 @@ static void merging(void) {
     part_lse.dtype = REGARD_DTYPE_F32;
     EXPECT(regard_merge_load(NULL) == REGARD_STATUS_OK);
 
+    /* Archives are Metal's: elsewhere there is nothing to compile. */
+    size_t pipelines = 7;
+    EXPECT(regard_device_use_archive(NULL, "no such file") == REGARD_STATUS_OK);
+    EXPECT(regard_device_save_archive(NULL, "/no such folder/file", &pipelines) == REGARD_STATUS_OK);
+    EXPECT(pipelines == 0);
+    EXPECT(regard_device_save_archive(NULL, "/no such folder/file", NULL) == REGARD_STATUS_OK);
+    EXPECT_ERROR(regard_device_use_archive(NULL, NULL), REGARD_STATUS_ARGUMENT, "`path` is null");
+    EXPECT_ERROR(regard_device_save_archive(NULL, "\xff", NULL), REGARD_STATUS_ARGUMENT, "`path` is not UTF-8");
+
     regard_device device;
     memset(&device, 0, sizeof device);
     device.size = sizeof device;
     device.kind = REGARD_DEVICE_KIND_CUDA;
     device.machine = "h200";
     EXPECT_ERROR(regard_merge_load(&device), REGARD_STATUS_REFUSED, "is not here");
+    EXPECT_ERROR(regard_device_use_archive(&device, "file"), REGARD_STATUS_REFUSED, "is not here");
+    pipelines = 7;
+    EXPECT_ERROR(regard_device_save_archive(&device, "file", &pipelines), REGARD_STATUS_REFUSED, "is not here");
+    EXPECT(pipelines == 7);
     EXPECT_ERROR(regard_merge_run(&merge, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
     merge.out = NULL;
     EXPECT_ERROR(regard_merge_run(&merge, &device, NULL), REGARD_STATUS_ARGUMENT, "`out` is null");

@@ -123,9 +123,18 @@ impl Gpu {
     ///
     /// # Errors
     /// A refusal if Metal cannot read the file.
-    pub fn with_archive(mut self, path: &str) -> Result<Gpu, Error> {
-        self.pipelines.take_archive(path)?;
+    pub fn with_archive(self, path: &str) -> Result<Gpu, Error> {
+        self.use_archive(path)?;
         Ok(self)
+    }
+
+    /// [`Gpu::with_archive`] of a GPU that is in use. Pipelines that have been loaded stay as they
+    /// are, and no other archive is used any longer.
+    ///
+    /// # Errors
+    /// As there; the archive before stays in use then.
+    pub fn use_archive(&self, path: &str) -> Result<(), Error> {
+        self.pipelines.use_archive(path)
     }
 
     /// Writes all pipelines that have been loaded to a binary archive, in place of a file that is
@@ -506,9 +515,36 @@ impl Gpu {
         inputs: &Inputs,
         outputs: &mut Outputs,
     ) -> Result<Duration, Error> {
+        self.run_copied_in(Workspace::for_plan(plan, self)?, plan, inputs, outputs)
+    }
+
+    /// [`Gpu::run_copied`] with every byte of the workspace set before: for tests.
+    #[doc(hidden)]
+    pub fn run_copied_over(
+        &self,
+        garbage: u8,
+        plan: &Plan,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+    ) -> Result<Duration, Error> {
+        let bytes = plan.workspace_bytes();
+        let buffer = self.shared_buffer(bytes)?;
+        if bytes > 0 {
+            // SAFETY: the buffer is ours, shared, and at least as long.
+            unsafe { buffer.contents().as_ptr().cast::<u8>().write_bytes(garbage, bytes) };
+        }
+        self.run_copied_in(Workspace::new(buffer), plan, inputs, outputs)
+    }
+
+    fn run_copied_in(
+        &self,
+        mut workspace: Workspace,
+        plan: &Plan,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+    ) -> Result<Duration, Error> {
         // Here contents can be checked too.
         plan.problem().covers(&Problem::from_operands(inputs, outputs)?)?;
-        let mut workspace = Workspace::for_plan(plan, self)?;
         let copies: Vec<HostCopy> = inputs
             .named()
             .map(|(name, tensor)| self.copy_of(name, tensor))

@@ -1,7 +1,7 @@
 //! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's
 //! host code encodes them, and tests run them on the host.
 
-use super::params::KvFormat;
+use super::params::{KvFormat, SecondCache};
 use super::{
     AppendParameters, AttentionParameters, BufferView, CONSTANTS, Launch, MergeParameters,
     MetalMemory, Pipeline, SIMD_WIDTH, TileMap, mask_map,
@@ -12,6 +12,7 @@ use crate::kernel_parameters::{
     Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
     scale_strides, tree_strides, window,
 };
+use crate::params::RowStrides;
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions};
 use crate::problem::{Inputs, KeyLists, KvStorage, ListEntries, ListTensors, Outputs, Problem};
@@ -61,7 +62,7 @@ impl Params {
 }
 
 /// Maximum buffers of a kernel, parameters included.
-pub(crate) const BUFFERS: usize = 23;
+pub(crate) const BUFFERS: usize = 29;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -328,6 +329,12 @@ fn attention_buffers(
         lists.as_ref().and_then(|lists| lists.indices).and_then(read),
         lists.as_ref().and_then(|lists| lists.counts).and_then(read),
         lists.as_ref().and_then(|lists| lists.numbers).and_then(read),
+        optional(&attention.second_k),
+        optional(&inputs.second_values()),
+        optional(&attention.second_k_scales),
+        optional(inputs.second_value_scales()),
+        optional(&attention.second_indices),
+        optional(&attention.second_counts),
     ]
 }
 
@@ -443,7 +450,8 @@ const SIMD_GROUPS: usize = 4;
 
 /// Whether kernels may load four elements of any row of these operands at once.
 fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
-    [&inputs.q, &inputs.k, &inputs.v].into_iter().all(aligned)
+    let second = [inputs.attention.second_k, inputs.second_values()];
+    [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(second.iter().flatten()).all(aligned)
 }
 
 /// How kernels read keys or values of this type under queries of that one.
@@ -585,12 +593,37 @@ fn set_lists(
     parameters.count_strides = list_strides(lists, counts);
     parameters.number_strides = list_strides(lists, numbers);
     parameters.given_key_counts = counts.is_some().into();
+    parameters.second = second_cache(lists, inputs).unwrap_or_default();
+}
+
+/// The second cache and its lists, if there is one.
+fn second_cache(lists: KeyLists, inputs: &Inputs<MetalMemory>) -> Option<SecondCache> {
+    let attention = &inputs.attention;
+    let (keys, values) = (attention.second_k?, inputs.second_values()?);
+    let (indices, counts) = (attention.second_indices.as_ref(), attention.second_counts.as_ref());
+    let &[blocks, block_size, ..] = keys.shape() else { unreachable!("checked: a pool") };
+    let strides_of_scales = |scales: &Option<Tensor<MetalMemory>>| {
+        scales.as_ref().map_or(RowStrides::default(), |scales| scale_strides(scales))
+    };
+    Some(SecondCache {
+        list_strides: list_strides(lists, indices),
+        count_strides: list_strides(lists, counts),
+        key_strides: row_strides(&keys, keys.rank() - 1),
+        value_strides: row_strides(&values, values.rank() - 1),
+        key_scale_strides: strides_of_scales(&attention.second_k_scales),
+        value_scale_strides: strides_of_scales(inputs.second_value_scales()),
+        len: count(lists.second?),
+        given_counts: counts.is_some().into(),
+        blocks: count(blocks),
+        block_size: count(block_size),
+    })
 }
 
 /// The kernels' constant LISTS.
 fn list_kind(lists: KeyLists) -> i32 {
     match lists.entries {
         ListEntries::Keys => 1,
+        ListEntries::Slots if lists.second.is_some() => 5,
         ListEntries::Slots => 2,
         ListEntries::Pages => 3,
         ListEntries::NumberedPages => 4,

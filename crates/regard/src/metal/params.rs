@@ -46,6 +46,29 @@ parameters! {
         /// Keys of the mask, likewise.
         mask_keys: i32,
     }
+    /// A second cache, and the list of its slots that each row attends to as well.
+    SecondCache {
+        /// Lists, from row to row; no stride of heads where all share a list.
+        list_strides: TokenStrides,
+        /// Entries of lists that are used, likewise.
+        count_strides: TokenStrides,
+        /// Keys.
+        key_strides: RowStrides,
+        /// Values.
+        value_strides: RowStrides,
+        /// Scales of keys; 0 along what shares one.
+        key_scale_strides: RowStrides,
+        /// Scales of values.
+        value_scale_strides: RowStrides,
+        /// Entries per list, at most.
+        len: i32,
+        /// Whether `second_counts` is given.
+        given_counts: i32,
+        /// Pages in the pool.
+        blocks: i32,
+        /// Slots per page.
+        block_size: i32,
+    }
     /// One attention call, for decode, prefill and combine. Strides are in elements.
     AttentionParameters {
         /// Queries.
@@ -75,6 +98,8 @@ parameters! {
         count_strides: TokenStrides,
         /// Numbers of listed pages, likewise.
         number_strides: TokenStrides,
+        /// The second cache and its lists.
+        second: SecondCache,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Keys that a row sees to the left of its position; a large value for no bound.
@@ -218,13 +243,14 @@ const ENUMS: [Enumeration; 5] = [
 ];
 
 /// Every struct that a Metal kernel reads, parts first.
-const STRUCTS: [Layout; 9] = [
+const STRUCTS: [Layout; 10] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
     MapStrides::LAYOUT,
     TokenStrides::LAYOUT,
     MapParameters::LAYOUT,
+    SecondCache::LAYOUT,
     AttentionParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,

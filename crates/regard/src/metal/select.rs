@@ -171,9 +171,6 @@ pub(crate) fn select(
 /// [`select`], with the reason alone as the error.
 fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Launch>, String> {
     check_limits(problem, facts)?;
-    if problem.key_lists.is_some_and(|lists| lists.second.is_some()) {
-        return Err("`second_indices` is given, and no Metal kernel reads a second cache".into());
-    }
     let listed = problem.listed_rows();
     let problem = listed.as_ref().unwrap_or(problem);
     let rows = row_count(problem);

@@ -30,7 +30,7 @@ pub(super) struct Pipelines {
     machine: String,
     libraries: Libraries,
     pipelines: Slots<Pipeline, Retained<PipelineObject>>,
-    archive: Option<Archive>,
+    archive: Archive,
 }
 
 enum Libraries {
@@ -39,8 +39,9 @@ enum Libraries {
     Metallib(Retained<LibraryObject>),
 }
 
-/// An archive to find pipelines in. The lock is held while Metal looks.
-struct Archive(Mutex<Retained<ArchiveObject>>);
+/// An archive to find pipelines in, if there is one. The lock is held while Metal looks.
+#[derive(Default)]
+struct Archive(Mutex<Option<Retained<ArchiveObject>>>);
 
 // SAFETY: Metal's objects may be used on any thread, and this one is used under a lock.
 unsafe impl Send for Archive {}
@@ -68,7 +69,8 @@ impl Pipelines {
 
     fn new(device: Retained<DeviceObject>, machine: &str, libraries: Libraries) -> Pipelines {
         let pipelines = Slots::default();
-        Pipelines { device, machine: machine.into(), libraries, pipelines, archive: None }
+        let archive = Archive::default();
+        Pipelines { device, machine: machine.into(), libraries, pipelines, archive }
     }
 
     /// The compiled pipeline. Only threads that want the same one wait while it compiles.
@@ -142,21 +144,23 @@ impl Pipelines {
 
     /// The pipeline as the archive has it.
     fn archived(&self, function: &FunctionObject) -> Option<Retained<PipelineObject>> {
-        let archive = self.archive.as_ref()?.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let archive = self.archive.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let archives = [archive.as_ref()?.clone()];
         let descriptor = descriptor(function);
-        descriptor.setBinaryArchives(Some(&NSArray::from_retained_slice(&[archive.clone()])));
+        descriptor.setBinaryArchives(Some(&NSArray::from_retained_slice(&archives)));
         let miss = MTLPipelineOption::FailOnBinaryArchiveMiss;
         self.device
             .newComputePipelineStateWithDescriptor_options_reflection_error(&descriptor, miss, None)
             .ok()
     }
 
-    /// Takes pipelines from a file from now on, if it is there.
-    pub(super) fn take_archive(&mut self, path: &str) -> Result<(), Error> {
-        if Path::new(path).exists() {
-            let archive = autoreleasepool(|_| self.open_archive(path, Some(path)))?;
-            self.archive = Some(Archive(Mutex::new(archive)));
-        }
+    /// Takes pipelines from a file from now on, if it is there, and from no other one.
+    pub(super) fn use_archive(&self, path: &str) -> Result<(), Error> {
+        let archive = match Path::new(path).exists() {
+            true => Some(autoreleasepool(|_| self.open_archive(path, Some(path)))?),
+            false => None,
+        };
+        *self.archive.0.lock().unwrap_or_else(PoisonError::into_inner) = archive;
         Ok(())
     }
 

@@ -40,10 +40,13 @@ constant bool ALIGNED [[function_constant(16)]];
 constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
 // The kind of entries in the lists of keys (decode): 0 where there are none, 1 for positions, 2 for physical
-// slots, 3 for pages, 4 for pages with their numbers in the sequence.
+// slots, 3 for pages, 4 for pages with their numbers in the sequence, 5 for physical slots of two caches.
 constant int LISTS [[function_constant(19)]];
 // A list of pages: entry e is slot e % BLOCK_SIZE of page e / BLOCK_SIZE. The rows of a sequence share it.
-#define LISTS_OF_PAGES (LISTS >= 3)
+#define LISTS_OF_PAGES (LISTS == 3 || LISTS == 4)
+#define LISTS_OF_SLOTS (LISTS == 2 || LISTS == 5)
+// A row's entries are those of its list, then those of its list into the second cache.
+#define TWO_CACHES (LISTS == 5)
 
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
 // arrays reach registers even if the compiler unrolls before it specializes.
@@ -126,14 +129,21 @@ struct OptionalOperands {
     device const int* key_indices;
     device const int* key_counts;
     device const int* page_numbers;
+    // Of the second cache.
+    device const float* second_k_scales;
+    device const float* second_v_scales;
+    device const int* second_indices;
+    device const int* second_counts;
 };
 
-// Queries, keys and values. Keys and values of another type are read as bytes.
+// Queries, keys and values, and those of the second cache. Keys and values of another type are read as bytes.
 template <typename T>
 struct Inputs {
     device const T* q;
     device const T* k;
     device const T* v;
+    device const T* second_k;
+    device const T* second_v;
 };
 
 struct Sequence {
@@ -193,6 +203,11 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     return sequence;
 }
 
+// Slots of a pool; the number past the last one that an entry can name, at most.
+METAL_FUNC int slots_of(int blocks, int block_size) {
+    return int(min_long(long(blocks) * long(block_size), 0x7fffffff));
+}
+
 // A row with a list of keys, as a sequence of one token. It has none if no sequence has the row.
 METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& params, OptionalOperands operands) {
     int index = 0;
@@ -221,10 +236,10 @@ METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& param
     sequence.position += token;
     sequence.q_start += token;
     sequence.q_len = 1;
-    // Any position may be listed.
-    if (LISTS_OF_PAGES) sequence.kv_len = 0x7fffffff;
+    // Any position may be listed, and entries of two caches are held to the slots of their own (`listed_key`).
+    if (LISTS_OF_PAGES || TWO_CACHES) sequence.kv_len = 0x7fffffff;
     // Slots have no positions: a row sees all of the pool.
-    if (LISTS == 2) sequence.kv_len = int(min_long(long(params.blocks) * long(BLOCK_SIZE), 0x7fffffff));
+    if (LISTS == 2) sequence.kv_len = slots_of(params.blocks, BLOCK_SIZE);
     return sequence;
 }
 
@@ -274,12 +289,26 @@ struct KeyView {
     long token_stride;
     device const int* table;
     int pages;
+    // Of the second cache, if there are two.
+    device const T* second_data;
+    long second_page_stride;
+    long second_token_stride;
+    int second_block_size;
 };
 
-// A key is a key of the sequence, a slot of the pool, or an entry of a list of pages.
+// A key is a key of the sequence, a slot of the pool (the second one, if `in_second`), or an entry of a list of pages.
 template <typename T>
-METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
+METAL_FUNC device const T* key_address(KeyView<T> keys, int key, bool in_second = false) {
     if (BLOCK_SIZE == 0) return keys.data + long(key) * keys.token_stride;
+    if (TWO_CACHES) {
+        // Selects, so that the loads of keys in flight have no branches between them.
+        const int block_size = in_second ? keys.second_block_size : BLOCK_SIZE;
+        const int block = key / block_size;
+        const long page_stride = in_second ? keys.second_page_stride : keys.page_stride;
+        const long token_stride = in_second ? keys.second_token_stride : keys.token_stride;
+        device const T* data = in_second ? keys.second_data : keys.data;
+        return data + (long(block) * page_stride + long(key - block * block_size) * token_stride);
+    }
     // Entries of visible pages are checked where the host can read them; here they cannot leave the pool.
     int page = LISTS == 2 ? key / BLOCK_SIZE : clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
     return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
@@ -305,6 +334,22 @@ METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& stride
     keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
     if (LISTS_OF_PAGES) keys.table = operands.key_indices + list_start(head, params.list_strides);
     keys.pages = params.blocks;
+    keys.second_data = keys.data;
+    keys.second_page_stride = 0;
+    keys.second_token_stride = 0;
+    keys.second_block_size = 1;
+    return keys;
+}
+
+// The same with the keys of the second cache.
+template <typename T>
+METAL_FUNC KeyView<T> with_second(KeyView<T> keys, device const T* data, constant RowStrides& strides,
+                                  SequenceHead head, constant AttentionParameters& params, long unit = 1) {
+    if (!TWO_CACHES) return keys;
+    keys.second_data = data + long(head.kv_head) * strides.head * unit;
+    keys.second_page_stride = strides.batch * unit;
+    keys.second_token_stride = strides.token * unit;
+    keys.second_block_size = params.second.block_size;
     return keys;
 }
 
@@ -314,23 +359,45 @@ struct KeyList {
     device const int* entries;
     device const int* numbers;
     int2 visible;
+    // With two caches: the list into the second one, which has so many slots; entries from `first_len` on are its.
+    device const int* second_entries;
+    int second_slots;
+    int first_len;
 };
 
+// Entries in use of the list of a row and key/value head, without those of a second list.
+METAL_FUNC int first_list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    if (params.given_key_counts == 0) return params.list_len;
+    return clamp(operands.key_counts[list_start(head, params.count_strides)], 0, params.list_len);
+}
+
+// Entries in use of all its lists.
+METAL_FUNC int list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    const int len = first_list_len(head, params, operands);
+    if (!TWO_CACHES) return len;
+    constant SecondCache& second = params.second;
+    if (second.given_counts == 0) return len + second.len;
+    return len + clamp(operands.second_counts[list_start(head, second.count_strides)], 0, second.len);
+}
+
 METAL_FUNC KeyList key_list(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
-    if (LISTS == 0) return {operands.key_indices, operands.key_indices, int2(0, 0)};
-    KeyList list;
+    KeyList list = {operands.key_indices, operands.key_indices, int2(0, 0), operands.key_indices, 0, 0};
+    if (LISTS == 0) return list;
     list.entries = operands.key_indices + list_start(head, params.list_strides);
     list.numbers = list.entries;
     if (LISTS == 4) list.numbers = operands.page_numbers + list_start(head, params.number_strides);
     list.visible = visible_range(head.sequence.position, head.sequence, params);
+    if (TWO_CACHES) {
+        list.visible.y = slots_of(params.blocks, BLOCK_SIZE);
+        list.second_entries = operands.second_indices + list_start(head, params.second.list_strides);
+        list.second_slots = slots_of(params.second.blocks, params.second.block_size);
+        list.first_len = first_list_len(head, params, operands);
+    }
     return list;
 }
 
-// Entries in use of that list.
-METAL_FUNC int list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
-    if (params.given_key_counts == 0) return params.list_len;
-    return clamp(operands.key_counts[list_start(head, params.count_strides)], 0, params.list_len);
-}
+// Whether an entry is one of the list into the second cache.
+METAL_FUNC bool is_second_entry(KeyList list, int entry) { return TWO_CACHES && entry >= list.first_len; }
 
 // The key that an entry names; -1 if it names none, or one that the row does not see. Keys of pages without numbers are
 // the entries themselves.
@@ -342,6 +409,12 @@ METAL_FUNC int listed_key(KeyList list, KeyView<T> keys, int entry) {
         if (LISTS == 3) return entry;
         const long key = long(list.numbers[entry / BLOCK_SIZE]) * BLOCK_SIZE + entry % BLOCK_SIZE;
         return key < list.visible.x || key >= list.visible.y ? -1 : int(key);
+    }
+    if (TWO_CACHES) {
+        const bool in_second = is_second_entry(list, entry);
+        device const int* entries = in_second ? list.second_entries : list.entries;
+        const int slot = entries[in_second ? entry - list.first_len : entry];
+        return slot < 0 || slot >= (in_second ? list.second_slots : list.visible.y) ? -1 : slot;
     }
     const int key = list.entries[entry];
     if (key < list.visible.x || key >= list.visible.y) return -1;
@@ -401,6 +474,14 @@ METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& st
             key_view((device const uchar*)data, strides, head, params, operands, format_bytes(format))};
 }
 
+// The same with the second cache.
+template <typename T>
+METAL_FUNC CacheView<T> with_second(CacheView<T> cache, device const T* data, constant RowStrides& strides, int format,
+                                    SequenceHead head, constant AttentionParameters& params) {
+    return {with_second(cache.native, data, strides, head, params),
+            with_second(cache.bytes, (device const uchar*)data, strides, head, params, format_bytes(format))};
+}
+
 // The scales of keys and values in codes.
 struct ScaleViews {
     KeyView<float> keys;
@@ -410,6 +491,14 @@ struct ScaleViews {
 METAL_FUNC ScaleViews scale_views(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
     return {key_view(operands.k_scales, params.key_scale_strides, head, params, operands),
             key_view(operands.v_scales, params.value_scale_strides, head, params, operands)};
+}
+
+// The same with those of the second cache.
+METAL_FUNC ScaleViews with_second(ScaleViews scales, SequenceHead head, constant AttentionParameters& params,
+                                  OptionalOperands operands) {
+    constant SecondCache& second = params.second;
+    return {with_second(scales.keys, operands.second_k_scales, second.key_scale_strides, head, params),
+            with_second(scales.values, operands.second_v_scales, second.value_scale_strides, head, params)};
 }
 
 // The value of a code. 8-bit codes are exact in every type of queries.

@@ -55,6 +55,7 @@ METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread
     for (int j = 0; j < COUNT; j++) {
         const int token = clamp(first + j, loads.walk.range.x, loads.walk.range.y - 1);
         int key = token;
+        const bool in_second = is_second_entry(loads.walk.list, token);
         if (LISTS != 0) {
             key = listed_key(loads.walk.list, view, token);
             if (key < 0) {
@@ -64,7 +65,7 @@ METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread
             }
             if (LISTS_OF_PAGES) key = token;
         }
-        device const T* row = key_address(view, key);
+        device const T* row = key_address(view, key, in_second);
         UNROLL
         for (int c = 0; c < CHUNKS; c++) {
             vectors[j][c] =
@@ -193,6 +194,7 @@ struct StepScore {
     float score;
     int key;
     int address;
+    bool in_second;
 };
 
 // The probability of this lane's key, times its value's scale, and the factor that rescales the sums before.
@@ -208,7 +210,7 @@ METAL_FUNC StepWeight softmax_step(StepScore step, thread State& state, RowFacts
     float score = step.score;
     const int key = step.key;
     const bool in_row = key >= row.start && key < row.end;
-    if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, step.address);
+    if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, step.address, step.in_second);
     const bool is_visible = in_row && modify_score(score, row, key, true, params, operands);
     float step_max = is_visible ? score : MIN_SCORE;
     UNROLL
@@ -220,7 +222,9 @@ METAL_FUNC StepWeight softmax_step(StepScore step, thread State& state, RowFacts
     // Each lane sums its own keys; the lanes of a row come together at the end.
     state.sum = fma(state.sum, weight.factor, weight.probability);
     state.max = new_max;
-    if (has_scales(VALUE_FORMAT) && is_visible) weight.probability *= *key_address(scales.values, step.address);
+    if (has_scales(VALUE_FORMAT) && is_visible) {
+        weight.probability *= *key_address(scales.values, step.address, step.in_second);
+    }
     return weight;
 }
 
@@ -389,9 +393,14 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     if (tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row with its keys of the split.
-    const CacheView<T> keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, head, params, operands);
-    const CacheView<T> values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, head, params, operands);
-    const ScaleViews scales = scale_views(head, params, operands);
+    constant SecondCache& second = params.second;
+    const CacheView<T> keys =
+        with_second(cache_view(inputs.k, params.key_strides, KEY_FORMAT, head, params, operands), inputs.second_k,
+                    second.key_strides, KEY_FORMAT, head, params);
+    const CacheView<T> values =
+        with_second(cache_view(inputs.v, params.value_strides, VALUE_FORMAT, head, params, operands), inputs.second_v,
+                    second.value_strides, VALUE_FORMAT, head, params);
+    const ScaleViews scales = with_second(scale_views(head, params, operands), head, params, operands);
     RowFacts row = load_row(tile.first_row + lane % ROWS, head, params, operands);
     if (LISTS == 0) {
         row.start = max(row.start, tile.start);
@@ -412,7 +421,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
         if (LISTS != 0)
             key = entry >= tile.start && entry < tile.end ? listed_key(walk.list, keys.bytes, entry) : -1;
         const StepScore step = {score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, walk), key,
-                                LISTS_OF_PAGES ? entry : key};
+                                LISTS_OF_PAGES ? entry : key, is_second_entry(walk.list, entry)};
         const StepWeight weight = softmax_step<ROWS>(step, state, row, scales, params, operands);
         add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, walk);
     }
@@ -442,14 +451,18 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
     device const int* key_offsets [[buffer(19)]], device const int* key_indices [[buffer(20)]],
     device const int* key_counts [[buffer(21)]], device const int* page_numbers [[buffer(22)]],
+    device const T* second_k [[buffer(23)]], device const T* second_v [[buffer(24)]],
+    device const float* second_k_scales [[buffer(25)]], device const float* second_v_scales [[buffer(26)]],
+    device const int* second_indices [[buffer(27)]], device const int* second_counts [[buffer(28)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
-                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask,
-                                       key_offsets,  key_indices,  key_counts,  page_numbers};
+    const OptionalOperands operands = {mask,         slopes,          sinks,           tree,           kv_lens,
+                                       cu_seqlens_q, cu_seqlens_k,    block_table,     q_offsets,      k_scales,
+                                       v_scales,     mask,            key_offsets,     key_indices,    key_counts,
+                                       page_numbers, second_k_scales, second_v_scales, second_indices, second_counts};
     const Outputs outputs = {out, lse, partials};
-    const Inputs<T> inputs = {q, k, v};
+    const Inputs<T> inputs = {q, k, v, second_k, second_v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;
     const int FOUR = MAX_ROWS < 4 ? MAX_ROWS : 4;

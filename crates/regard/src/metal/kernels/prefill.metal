@@ -572,11 +572,13 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
-                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map,
-                                       key_offsets,  key_offsets,  key_offsets,  key_offsets};
+    // Without lists, which are decode's.
+    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,        kv_lens,
+                                       cu_seqlens_q, cu_seqlens_k, block_table, q_offsets,   k_scales,
+                                       v_scales,     map,          key_offsets, key_offsets, key_offsets,
+                                       key_offsets,  k_scales,     v_scales,    key_offsets, key_offsets};
     const Outputs outputs = {out, lse, partials};
-    const Inputs<Q> inputs = {q, k, v};
+    const Inputs<Q> inputs = {q, k, v, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     prefill_rows<Q, T, MATRICES, PARTS>(params, inputs, operands, outputs, shared, at);
 }
