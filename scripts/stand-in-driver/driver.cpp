@@ -207,6 +207,30 @@ int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, void *
 int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void *) {
     return std::memcpy((void *)to, (void *)from, bytes), 0;
 }
+// CUDA_MEMCPY2D.
+struct Place2D {
+    size_t x, y;
+    int memory_type;
+    const void *host;
+    unsigned long long device;
+    void *array;
+    size_t pitch;
+};
+struct Copy2D {
+    Place2D from, to;
+    size_t width, height;
+};
+int cuMemcpy2DAsync_v2(const Copy2D *copy, void *) {
+    const Place2D &from = copy->from, &to = copy->to;
+    const int device = 2;
+    const size_t max_pitch = 0x7fffffff;
+    if (from.memory_type != device || to.memory_type != device || from.x || from.y || to.x || to.y) return INVALID_VALUE;
+    for (const size_t pitch : {from.pitch, to.pitch})
+        if (pitch < copy->width || pitch > max_pitch) return INVALID_VALUE;
+    for (size_t row = 0; row < copy->height; row++)
+        std::memcpy((char *)to.device + row * to.pitch, (const char *)from.device + row * from.pitch, copy->width);
+    return 0;
+}
 
 int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void *) {
     // No module may be loaded while a graph is captured.
