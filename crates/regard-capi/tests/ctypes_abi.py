@@ -75,6 +75,20 @@ class Merge(ctypes.Structure):
     _fields_ = [("size", c_size_t)] + [(name, POINTER(Tensor)) for name in ("parts", "part_lse", "out", "lse")]
 
 
+class BlockCopy(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("from_block", "to_block", "slots")]
+
+
+class BlockCopies(ctypes.Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("pools", POINTER(POINTER(Tensor))),
+        ("pool_count", c_size_t),
+        ("copies", POINTER(BlockCopy)),
+        ("copy_count", c_size_t),
+    ]
+
+
 class Device(ctypes.Structure):
     _fields_ = [
         ("size", c_size_t),
@@ -105,6 +119,7 @@ def load(path):
         "regard_plan_explain": (c_char_p, [c_void_p]),
         "regard_append_run": (c_int32, [POINTER(Append), POINTER(Device), c_void_p]),
         "regard_merge_run": (c_int32, [POINTER(Merge), POINTER(Device), c_void_p]),
+        "regard_copy_blocks": (c_int32, [POINTER(BlockCopies), POINTER(Device), c_void_p]),
         "regard_plan_run": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
         "regard_plan_schedule": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
         "regard_plan_run_scheduled": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
@@ -420,6 +435,34 @@ def merge(regard, memory):
         assert math.isclose(found, expected, rel_tol=1e-6), (found, expected)
 
 
+def copy_blocks(regard, memory):
+    """A block to another, part of that to a third, in a pool by slots and heads and one by heads and slots."""
+    blocks, slots, heads, dim = 4, 4, 2, 8
+    data = [array.array("f", range(blocks * slots * heads * dim)) for _ in range(2)]
+    pools = [tensor(memory, values, blocks, slots, heads, dim) for values in data]
+    strides = [heads * slots * dim, dim, slots * dim, 1]
+    pools[1].contents.options, pools[1].contents.strides = STRIDED, (c_int64 * 5)(*strides)
+    listed = [(0, 2, 4), (2, 3, 3)]
+    request = BlockCopies(
+        size=ctypes.sizeof(BlockCopies),
+        pools=(POINTER(Tensor) * 2)(*pools),
+        pool_count=2,
+        copies=(BlockCopy * 2)(*listed),
+        copy_count=2,
+    )
+    status = regard.regard_copy_blocks(byref(request), memory.device, None)
+    assert status == OK, regard.regard_last_error()
+    for pool, values, (slot, head) in zip(pools, data, [(heads * dim, dim), (dim, slots * dim)]):
+        expected = array.array("f", range(len(values)))
+        for from_block, to_block, count in listed:
+            for s in range(count):
+                for h in range(heads):
+                    at, to = (block * slots * heads * dim + s * slot + h * head for block in (from_block, to_block))
+                    expected[to : to + dim] = expected[at : at + dim]
+        memory.fetch(values, pool.contents.data)
+        assert values == expected
+
+
 def main(path):
     regard = load(path)
     assert regard.regard_abi_version() == 2
@@ -430,6 +473,7 @@ def main(path):
     append_latent(regard, Host())
     append_quantized(regard, Host())
     merge(regard, Host())
+    copy_blocks(regard, Host())
 
     problem = Problem(ctypes.sizeof(Problem), 1, 32, 8, 128, 0, 1, 4096, dtype=F32)
     reason = c_char_p()
@@ -450,6 +494,7 @@ def main(path):
         append_latent(regard, Cuda())
         append_quantized(regard, Cuda())
         merge(regard, Cuda())
+        copy_blocks(regard, Cuda())
     print("all as expected")
 
 
