@@ -431,8 +431,8 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
 
 /// Copies blocks of a cache's pools, as a page allocator asks for before new tokens are appended
 /// (copy on write). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null for the
-/// default stream). On the CPU it is done when the call returns, and `stream` is null. Metal refuses
-/// it: an `id<MTLBlitCommandEncoder>` copies there.
+/// default stream). On the CPU it is done when the call returns, and `stream` is null. Metal
+/// refuses it: an `id<MTLBlitCommandEncoder>` copies there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_copy_blocks(
     copies: *const types::BlockCopies,

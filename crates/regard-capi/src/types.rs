@@ -405,9 +405,10 @@ pub struct BlockCopy {
 pub struct BlockCopies {
     /// `sizeof(regard_block_copies)`, in bytes.
     pub size: usize,
-    /// `pool_count` pointers to tensors: keys, values and scales of all layers, `[blocks, block_size, ...]`,
-    /// with any further dimensions and any strides. All have as many blocks and slots; a pool with
-    /// something per block instead of per slot has 1 in place of `block_size`. Written.
+    /// `pool_count` pointers to tensors: keys, values and scales of all layers, `[blocks,
+    /// block_size, ...]`, with any further dimensions and any strides. All have as many blocks and
+    /// slots; a pool with something per block instead of per slot has 1 in place of `block_size`.
+    /// Written.
     pub pools: *const *const Tensor,
     /// How many pools there are.
     pub pool_count: usize,

@@ -1,4 +1,5 @@
-//! Copies between the blocks of pools on the CPU: against an element at a time, through any strides.
+//! Copies between the blocks of pools on the CPU: against an element at a time, through any
+//! strides.
 
 use regard::cpu::{Cpu, Inline};
 use regard::format::BlockQ8_0;

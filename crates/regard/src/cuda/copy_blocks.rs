@@ -79,8 +79,8 @@ impl Gpu {
     /// As there.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context, and nothing else writes the blocks, or reads what
-    /// is written, until the copies are done.
+    /// `stream` is a stream of this GPU's context, and nothing else writes the blocks, or reads
+    /// what is written, until the copies are done.
     pub unsafe fn copy_blocks_raw(
         &self,
         stream: sys::CUstream,

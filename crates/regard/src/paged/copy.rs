@@ -10,8 +10,8 @@ use crate::tensor::{Dims, MAX_RANK, TensorMut};
 /// Copies of blocks ([`Step::copies`](super::Step::copies)) in the pools of a cache.
 ///
 /// Copies are made one after the other, in every pool: a block that one copy has written can be
-/// read by the next, and a block that one has read can be overwritten by the next. A copy of a block
-/// to itself does nothing.
+/// read by the next, and a block that one has read can be overwritten by the next. A copy of a
+/// block to itself does nothing.
 ///
 /// Elements are moved and not looked into, so that pools may be of any type. The scales of a pool
 /// are a pool too, unless blocks share them. Pools may be interleaved: their address ranges may
