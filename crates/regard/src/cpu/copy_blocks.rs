@@ -13,11 +13,9 @@ struct Pools<'a>(*mut TensorMut<'a>);
 unsafe impl Sync for Pools<'_> {}
 
 impl<'a> Pools<'a> {
-    /// # Safety
-    /// There is such a pool, and no other thread uses it.
-    unsafe fn pool(&self, number: usize) -> &mut TensorMut<'a> {
-        // SAFETY: the caller's promise.
-        unsafe { &mut *self.0.add(number) }
+    /// The pool of that number.
+    fn pool(&self, number: usize) -> *mut TensorMut<'a> {
+        self.0.wrapping_add(number)
     }
 }
 
@@ -35,8 +33,8 @@ pub fn copy_blocks(copy: &mut CopyBlocks, executor: &dyn Executor) -> Result<(),
     let count = copy.pools.len();
     let pools = Pools(copy.pools.as_mut_ptr());
     run_tasks(executor, count, bytes, &|number| {
-        // SAFETY: each number below `count` is given to one task.
-        let pool = unsafe { pools.pool(number) };
+        // SAFETY: there are `count` pools, and each number is given to one task.
+        let pool = unsafe { &mut *pools.pool(number) };
         for copy in copies {
             let part = BlockPart::new(pool, copy.slots);
             for rows in part.rows(copy.from, copy.to) {
