@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws the README's two bar charts from the kept result files: `python3 bench/bars.py`.
+"""Draws bar charts from the kept result files: `python3 bench/bars.py`.
 
-Writes bench/results/nvidia-h200/bars.svg and bench/results/amd-epyc/bars.svg. Nothing is measured here: the numbers are those of
+Writes the README's bench/results/nvidia-h200/bars.svg and bench/results/amd-epyc/bars.svg, and models.svg of docs/bench.md beside the first. Nothing is measured here: the numbers are those of
 the result files beside each picture. On the CPU a bar is the round with the median time, as `regard bench --from FILE... --against
 FILE...` takes it; on the GPU it is the mean of the rounds, as in docs/perf/cuda.md."""
 
@@ -12,6 +12,7 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent / "results"
 COLORS = {"regard": "#1f6feb", "cuDNN": "#76b900", "FlashAttention 2": "#b58a2b", "memory-efficient": "#c9c9c9"}
 COLORS |= {"PyTorch": "#ee4c2c", "PyTorch, two products": "#f4a58c", "ONNX Runtime": "#8c8c8c", "candle": "#c9c9c9", "ggml": "#7b5ea7"}
+COLORS |= {"decode-b1": "#8cb4f5", "decode-b8": "#1f6feb", "prefill-2k": "#1f6feb"}
 GPU = {"regard": "regard", "PyTorch 2.11.0 cuDNN": "cuDNN", "PyTorch 2.11.0 FlashAttention 2": "FlashAttention 2"}
 GPU |= {"PyTorch 2.11.0 memory-efficient": "memory-efficient"}
 CPU = {"regard": "regard", "PyTorch SDPA 2.11.0": "PyTorch", "PyTorch unfused 2.11.0": "PyTorch, two products"}
@@ -60,6 +61,16 @@ def panel(out, x, y, width, title, rows, values, peers, digits):
     return y
 
 
+def of_models(file, field, scale):
+    """The models of a file in its order, and the speed of all layers of each, for each workload."""
+    models, values = {}, {}
+    for record in json.loads((RESULTS / "nvidia-h200" / file).read_text()):
+        if record["name"].endswith(" all layers"):
+            models[record["model"]] = None
+            values[record["model"], record["workload"]] = record[field] / scale
+    return [(model, model) for model in models], values
+
+
 def picture(file, title, note, peers, panels):
     out = [text(20, 28, title, 17, weight="bold"), text(20, 48, note, 12, color="#6e6e6e")]
     x = 20
@@ -102,6 +113,19 @@ def main():
         [
             ("Causal prefill, TFLOP/s (sequences x tokens)", shapes, prefill, 0),
             ("Decode, TB/s of keys and values (sequences x keys)", tokens, decode, 2),
+        ],
+    )
+
+    models, decode = of_models("models.decode.json", "gbytes_per_second", 1e3)
+    prefilled, prefill = of_models("models.prefill.json", "gflops", 1e3)
+    picture(
+        "nvidia-h200/models.svg",
+        "Attention of models on one NVIDIA H200, bf16, all layers",
+        "One token of 1 or 8 sequences with 8192 keys each: reading runs at 4.6 TB/s. Prefill of 2048 tokens. Longer is faster.",
+        ["decode-b1", "decode-b8", "prefill-2k"],
+        [
+            ("Decode, TB/s of keys and values", models, decode, 2),
+            ("Prefill, TFLOP/s", prefilled, prefill, 0),
         ],
     )
 

@@ -32,6 +32,21 @@ struct Module {
     Emulated emulated;
 };
 
+// CUDA_MEMCPY2D.
+struct Place2D {
+    size_t x, y;
+    int memory_type;
+    const void *host;
+    unsigned long long device;
+    void *array;
+    size_t pitch;
+};
+struct Copy2D {
+    Place2D from, to;
+    size_t width, height;
+};
+
+// A kernel, or without a function a copy.
 struct Launch {
     const Function *function;
     unsigned blocks[2], threads, shared_bytes;
@@ -43,6 +58,7 @@ struct Launch {
     TensorMaps maps;
     AppendParameters append;
     MergeParameters merge;
+    Copy2D copy;
 };
 
 typedef std::vector<Launch> Graph;
@@ -54,7 +70,13 @@ bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entr
 
 bool is_of_decode(const std::string &entry) { return entry == "decode" || entry == "combine" || entry == "schedule_ctas"; }
 
+void run(const Copy2D &copy) {
+    for (size_t row = 0; row < copy.height; row++)
+        std::memcpy((char *)copy.to.device + row * copy.to.pitch, (const char *)copy.from.device + row * copy.from.pitch, copy.width);
+}
+
 void run(const Launch &launch) {
+    if (!launch.function) return run(launch.copy);
     const Function &function = *launch.function;
     const long long all = 1ll << 40;
     const std::string &entry = function.entry;
@@ -128,6 +150,14 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     } else {
         run(launch);
     }
+    return 0;
+}
+
+int submit_copy(const Copy2D &copy) {
+    Launch launch = {};
+    launch.copy = copy;
+    if (captured) captured->push_back(launch);
+    else run(copy);
     return 0;
 }
 
@@ -209,7 +239,18 @@ int cuMemsetD8_v2(unsigned long long to, unsigned char byte, size_t bytes) { ret
 int cuMemcpyHtoD_v2(unsigned long long to, const void *from, size_t bytes) { return cuMemcpyHtoDAsync_v2(to, from, bytes, nullptr); }
 int cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t bytes) { return cuMemcpyDtoHAsync_v2(to, from, bytes, nullptr); }
 int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void *) {
-    return std::memcpy((void *)to, (void *)from, bytes), 0;
+    Copy2D copy = {{}, {}, bytes, 1};
+    copy.from.device = from, copy.to.device = to;
+    return submit_copy(copy);
+}
+int cuMemcpy2DAsync_v2(const Copy2D *copy, void *) {
+    const Place2D &from = copy->from, &to = copy->to;
+    const int device = 2;
+    const size_t max_pitch = 0x7fffffff;
+    if (from.memory_type != device || to.memory_type != device || from.x || from.y || to.x || to.y) return INVALID_VALUE;
+    for (const size_t pitch : {from.pitch, to.pitch})
+        if (pitch < copy->width || pitch > max_pitch) return INVALID_VALUE;
+    return submit_copy(*copy);
 }
 
 int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void *) {

@@ -514,6 +514,36 @@ typedef struct regard_append {
   const struct regard_tensor *v_scales;
 } regard_append;
 
+// A copy of the first `slots` slots of a block to another block.
+typedef struct regard_block_copy {
+  // The block to read.
+  int64_t from;
+  // The block to write.
+  int64_t to;
+  // Slots, from slot 0.
+  int64_t slots;
+} regard_block_copy;
+
+// Copies between the blocks of a cache's pools. Set everything to zero, `size` to
+// `sizeof(regard_block_copies)`, and then the fields that you need.
+//
+// Copies are made one after the other, in every pool. Elements are moved and not looked into:
+// pools may be of any type. Pools may be interleaved, but no two have an element in common.
+typedef struct regard_block_copies {
+  // `sizeof(regard_block_copies)`, in bytes.
+  size_t size;
+  // `pool_count` pointers to tensors: keys, values and scales of all layers, `[blocks, block_size, ...]`,
+  // with any further dimensions and any strides. All have as many blocks and slots; a pool with
+  // something per block instead of per slot has 1 in place of `block_size`. Written.
+  const struct regard_tensor *const *pools;
+  // How many pools there are.
+  size_t pool_count;
+  // `copy_count` copies, to be made in this order.
+  const struct regard_block_copy *copies;
+  // How many copies there are.
+  size_t copy_count;
+} regard_block_copies;
+
 // Partial results over disjoint sets of keys, and the result of their merge. Set everything to
 // zero, `size` to `sizeof(regard_merge)`, and then the fields that you need.
 //
@@ -656,6 +686,20 @@ regard_status regard_append_run(const struct regard_append *append,
 
 // Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_append_load(const struct regard_device *device);
+
+// Copies blocks of a cache's pools, as a page allocator asks for before new tokens are appended
+// (copy on write). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null for the
+// default stream). On the CPU it is done when the call returns, and `stream` is null. Metal refuses
+// it: an `id<MTLBlitCommandEncoder>` copies there.
+regard_status regard_copy_blocks(const struct regard_block_copies *copies,
+                                 const struct regard_device *device,
+                                 void *stream);
+
+// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`,
+// which has as many elements: 2^(-8 (h + 1) / n) for n heads if that is a power of two; otherwise
+// those of the power of two below, and of the next one every second. They are the contents of
+// `alibi_slopes` of `regard_operands`.
+regard_status regard_alibi_slopes(size_t query_heads, float *slopes);
 
 // Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
 // spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null

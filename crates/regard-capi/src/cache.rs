@@ -1,12 +1,14 @@
-//! Appending to caches and merging partial results: what callers describe, in memory of any kind.
+//! Appending to caches, copying their blocks and merging partial results: what callers describe, in
+//! memory of any kind.
 
-use crate::convert::{Options, Place, bad, expect_zero, input, output, required};
+use crate::convert::{Options, Place, bad, count, expect_zero, input, output, required};
 use crate::status::Failure;
 use crate::types::{
     self, REGARD_APPEND_DYNAMIC_K_SCALES, REGARD_APPEND_DYNAMIC_V_SCALES, REGARD_APPEND_LATENT,
     REGARD_ROTARY_INTERLEAVED, Tensor,
 };
-use regard::{Append, AppendLatent, AppendScales, Merge, Rotary};
+use regard::paged::BlockCopy;
+use regard::{Append, AppendLatent, AppendScales, Merge, Rotary, TensorMut};
 
 /// New tokens for a cache.
 #[expect(clippy::large_enum_variant, reason = "one per call, on the stack")]
@@ -131,4 +133,41 @@ pub unsafe fn merge<'a, M: Place>(given: &types::Merge) -> Result<Merge<'a, M>, 
         out: required("out", written("out", given.out)?)?,
         lse: written("lse", given.lse)?,
     })
+}
+
+/// The pools and copies of a caller.
+pub type PoolsAndCopies<'a, M> = (Vec<TensorMut<'a, M>>, Vec<BlockCopy>);
+
+/// A caller's copies of blocks.
+///
+/// # Safety
+/// As [`append`], and the arrays have as many elements as is said.
+pub unsafe fn block_copies<'a, M: Place>(
+    given: &types::BlockCopies,
+) -> Result<PoolsAndCopies<'a, M>, Failure> {
+    let (mut pools, mut copies) = (Vec::new(), Vec::new());
+    for (name, is_null, count) in [
+        ("pools", given.pools.is_null(), given.pool_count),
+        ("copies", given.copies.is_null(), given.copy_count),
+    ] {
+        if is_null && count > 0 {
+            return Err(bad(name, "null", format!("an array of {count}")));
+        }
+    }
+    for i in 0..given.pool_count {
+        let name = format!("pools[{i}]");
+        // SAFETY: passed on.
+        let pool = unsafe { output(&name, given.pools.add(i).read_unaligned())? };
+        pools.push(required(&name, pool)?);
+    }
+    for i in 0..given.copy_count {
+        // SAFETY: passed on.
+        let copy = unsafe { given.copies.add(i).read_unaligned() };
+        copies.push(BlockCopy {
+            from: count(&format!("copies[{i}].from"), copy.from)?,
+            to: count(&format!("copies[{i}].to"), copy.to)?,
+            slots: count(&format!("copies[{i}].slots"), copy.slots)?,
+        });
+    }
+    Ok((pools, copies))
 }

@@ -53,6 +53,11 @@ unsafe impl Versioned for types::Merge {
     const FIRST_SIZE: usize = size_of::<types::Merge>();
 }
 // SAFETY: see the definitions.
+unsafe impl Versioned for types::BlockCopies {
+    const NAME: &'static str = "regard_block_copies";
+    const FIRST_SIZE: usize = size_of::<types::BlockCopies>();
+}
+// SAFETY: see the definitions.
 unsafe impl Versioned for types::Device {
     const NAME: &'static str = "regard_device";
     const FIRST_SIZE: usize = size_of::<types::Device>();

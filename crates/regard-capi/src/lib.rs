@@ -25,6 +25,7 @@ mod types;
 use cache::NewTokens;
 use convert::bad;
 use device::{Runner, Target};
+use regard::paged::CopyBlocks;
 use regard::{Error, Host, Machine, Problem, Refusal};
 use status::{Failure, c_text};
 use std::cell::RefCell;
@@ -41,6 +42,9 @@ pub struct Plan {
     runner: Runner,
     explanation: OnceLock<CString>,
 }
+
+/// Heads that slopes are written for, at most: more than any model has.
+const MAX_SLOPES: usize = 1 << 16;
 
 thread_local! {
     /// The last answer of `regard_machine_facts`.
@@ -319,6 +323,72 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
             Runner::Metal(gpu) => Ok(gpu.load_append()?),
             Runner::Absent => Err(absent(&target.machine)),
         }
+    })
+}
+
+/// Copies blocks of a cache's pools, as a page allocator asks for before new tokens are appended
+/// (copy on write). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null for the
+/// default stream). On the CPU it is done when the call returns, and `stream` is null. Metal
+/// refuses it: an `id<MTLBlitCommandEncoder>` copies there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_copy_blocks(
+    copies: *const types::BlockCopies,
+    device: *const Device,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let given = convert::read("block_copies", copies)?;
+        let target = Target::from_device(device)?;
+        match &target.runner {
+            Runner::Cpu(executor) => {
+                expect_no_stream(stream)?;
+                let cpu = device::cpu(&target.machine, executor.as_ref())?;
+                let (mut pools, copies) = cache::block_copies::<Host>(&given)?;
+                Ok(cpu.copy_blocks(&mut CopyBlocks { pools: &mut pools, copies: &copies })?)
+            }
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => {
+                let (mut pools, copies) = cache::block_copies(&given)?;
+                let mut copy = CopyBlocks { pools: &mut pools, copies: &copies };
+                Ok(gpu.copy_blocks_raw(stream.cast(), &mut copy)?)
+            }
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => {
+                let encoder = metal::encoder(stream)?;
+                let (mut pools, copies) = cache::block_copies(&given)?;
+                let mut copy = CopyBlocks { pools: &mut pools, copies: &copies };
+                Ok(gpu.copy_blocks(encoder, &mut copy)?)
+            }
+            Runner::Absent => {
+                #[cfg(feature = "cuda")]
+                if let regard::Device::Cuda(_) = target.machine.device {
+                    cache::block_copies::<regard::cuda::DeviceMemory>(&given)?;
+                }
+                Err(absent(&target.machine))
+            }
+        }
+    })
+}
+
+/// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`,
+/// which has as many elements: 2^(-8 (h + 1) / n) for n heads if that is a power of two; otherwise
+/// those of the power of two below, and of the next one every second. They are the contents of
+/// `alibi_slopes` of `regard_operands`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_alibi_slopes(query_heads: usize, slopes: *mut f32) -> Status {
+    status::status(|| {
+        if query_heads > MAX_SLOPES {
+            return Err(bad("query_heads", query_heads, format!("at most {MAX_SLOPES}")));
+        }
+        if slopes.is_null() && query_heads > 0 {
+            return Err(bad("slopes", "null", format!("room for {query_heads} floats")));
+        }
+        for (head, slope) in regard::alibi_slopes(query_heads).into_iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { slopes.add(head).write_unaligned(slope) };
+        }
+        Ok(())
     })
 }
 

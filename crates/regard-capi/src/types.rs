@@ -383,6 +383,41 @@ pub struct Merge {
     pub lse: *const Tensor,
 }
 
+/// A copy of the first `slots` slots of a block to another block.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// The block to read.
+    pub from: i64,
+    /// The block to write.
+    pub to: i64,
+    /// Slots, from slot 0.
+    pub slots: i64,
+}
+
+/// Copies between the blocks of a cache's pools. Set everything to zero, `size` to
+/// `sizeof(regard_block_copies)`, and then the fields that you need.
+///
+/// Copies are made one after the other, in every pool. Elements are moved and not looked into:
+/// pools may be of any type. Pools may be interleaved, but no two have an element in common.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BlockCopies {
+    /// `sizeof(regard_block_copies)`, in bytes.
+    pub size: usize,
+    /// `pool_count` pointers to tensors: keys, values and scales of all layers, `[blocks,
+    /// block_size, ...]`, with any further dimensions and any strides. All have as many blocks and
+    /// slots; a pool with something per block instead of per slot has 1 in place of `block_size`.
+    /// Written.
+    pub pools: *const *const Tensor,
+    /// How many pools there are.
+    pub pool_count: usize,
+    /// `copy_count` copies, to be made in this order.
+    pub copies: *const BlockCopy,
+    /// How many copies there are.
+    pub copy_count: usize,
+}
+
 /// The shape of an attention call: all that a plan depends on, without data. Lengths are upper
 /// bounds: a plan for them also runs smaller batches and shorter sequences. Set everything to zero,
 /// `size` to `sizeof(regard_problem)`, and then what you need.

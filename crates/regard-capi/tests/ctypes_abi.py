@@ -83,6 +83,20 @@ class TileMap(ctypes.Structure):
     ]
 
 
+class BlockCopy(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("from_block", "to_block", "slots")]
+
+
+class BlockCopies(ctypes.Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("pools", POINTER(POINTER(Tensor))),
+        ("pool_count", c_size_t),
+        ("copies", POINTER(BlockCopy)),
+        ("copy_count", c_size_t),
+    ]
+
+
 class Device(ctypes.Structure):
     _fields_ = [
         ("size", c_size_t),
@@ -117,6 +131,7 @@ def load(path):
         "regard_merge_run": (c_int32, [POINTER(Merge), POINTER(Device), c_void_p]),
         "regard_plan_run_prepared": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p, c_uint32]),
         "regard_plan_tile_map": (c_int32, [c_void_p, POINTER(Operands), POINTER(TileMap)]),
+        "regard_copy_blocks": (c_int32, [POINTER(BlockCopies), POINTER(Device), c_void_p]),
     }
     for name in ("run", "schedule", "run_scheduled", "map_mask", "run_mapped"):
         signatures[f"regard_plan_{name}"] = (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p])
@@ -513,6 +528,34 @@ def merge(regard, memory):
         assert math.isclose(found, expected, rel_tol=1e-6), (found, expected)
 
 
+def copy_blocks(regard, memory):
+    """A block to another, part of that to a third, in a pool by slots and heads and one by heads and slots."""
+    blocks, slots, heads, dim = 4, 4, 2, 8
+    data = [array.array("f", range(blocks * slots * heads * dim)) for _ in range(2)]
+    pools = [tensor(memory, values, blocks, slots, heads, dim) for values in data]
+    strides = [heads * slots * dim, dim, slots * dim, 1]
+    pools[1].contents.options, pools[1].contents.strides = STRIDED, (c_int64 * 5)(*strides)
+    listed = [(0, 2, 4), (2, 3, 3)]
+    request = BlockCopies(
+        size=ctypes.sizeof(BlockCopies),
+        pools=(POINTER(Tensor) * 2)(*pools),
+        pool_count=2,
+        copies=(BlockCopy * 2)(*listed),
+        copy_count=2,
+    )
+    status = regard.regard_copy_blocks(byref(request), memory.device, None)
+    assert status == OK, regard.regard_last_error()
+    for pool, values, (slot, head) in zip(pools, data, [(heads * dim, dim), (dim, slots * dim)]):
+        expected = array.array("f", range(len(values)))
+        for from_block, to_block, count in listed:
+            for s in range(count):
+                for h in range(heads):
+                    at, to = (block * slots * heads * dim + s * slot + h * head for block in (from_block, to_block))
+                    expected[to : to + dim] = expected[at : at + dim]
+        memory.fetch(values, pool.contents.data)
+        assert values == expected
+
+
 def main(path):
     regard = load(path)
     assert regard.regard_abi_version() == 2
@@ -525,6 +568,7 @@ def main(path):
     append_latent(regard, Host())
     append_quantized(regard, Host())
     merge(regard, Host())
+    copy_blocks(regard, Host())
 
     problem = Problem(ctypes.sizeof(Problem), 1, 32, 8, 128, 0, 1, 4096, dtype=F32)
     reason = c_char_p()
@@ -550,6 +594,7 @@ def main(path):
         else:
             append_quantized(regard, Cuda())
         merge(regard, Cuda())
+        copy_blocks(regard, Cuda())
     print("all as expected")
 
 

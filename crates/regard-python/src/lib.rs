@@ -4,6 +4,7 @@ mod array;
 mod attention;
 mod buffer;
 mod cache;
+mod copies;
 mod device;
 mod dlpack;
 mod errors;
@@ -16,6 +17,13 @@ mod step;
 
 use pyo3::prelude::*;
 
+/// The standard slopes of ALiBi (Press et al. 2021), `alibi_slopes` of `attention`: a list with a
+/// number for each query head.
+#[pyfunction]
+fn alibi_slopes(query_heads: u16) -> Vec<f32> {
+    regard::alibi_slopes(query_heads.into())
+}
+
 #[pymodule]
 fn _regard(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
@@ -27,6 +35,8 @@ fn _regard(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cache::append, module)?)?;
     module.add_function(wrap_pyfunction!(cache::append_latent, module)?)?;
     module.add_function(wrap_pyfunction!(cache::merge, module)?)?;
+    module.add_function(wrap_pyfunction!(copies::copy_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(alibi_slopes, module)?)?;
     module.add_function(wrap_pyfunction!(attention::describe, module)?)?;
     module.add_function(wrap_pyfunction!(attention::cuda_devices, module)?)
 }

@@ -5,7 +5,7 @@ use crate::array::{Array, Place};
 use crate::buffer::Buffer;
 use crate::errors::{Fault, argument};
 use pyo3::prelude::*;
-use pyo3::types::PyType;
+use pyo3::types::{PyDict, PySlice, PyType};
 use regard::DType;
 use regard::paged::{self, SequenceId};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -381,6 +381,42 @@ impl Step {
     #[getter]
     fn copies(&self) -> Vec<(usize, usize, usize)> {
         self.lock().copies().iter().map(|copy| (copy.from, copy.to, copy.slots)).collect()
+    }
+
+    /// All tables in one array, i32 `[n]`, so that they reach a device in one copy: `tables` finds
+    /// them there.
+    #[getter]
+    fn packed(&self) -> PyResult<Buffer> {
+        let step = self.lock();
+        if step.packed().is_empty() {
+            return Err(argument("step", "not finished", "a step after `finish`").into());
+        }
+        Buffer::from_ints(step.packed(), &[step.packed().len()])
+    }
+
+    /// Views of the tables in `packed`, a copy of `Step.packed` in any memory: a dict with
+    /// `cu_seqlens_q`, `kv_lens`, `block_table`, `prefix_groups` and `prefix_lens`, by the names
+    /// that `attention` has for them. They are slices of the array, of its library.
+    fn tables<'py>(&self, packed: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+        let layout = self.lock().table_layout();
+        let py = packed.py();
+        let shape = packed.getattr("shape")?.extract::<Vec<usize>>()?;
+        if shape != [layout.len()] {
+            let allowed = format!("[{}], as Step.packed has", layout.len());
+            return Err(argument("packed", format!("of shape {shape:?}"), allowed).into());
+        }
+        let part = |range: std::ops::Range<usize>| {
+            packed.get_item(PySlice::new(py, range.start as isize, range.end as isize, 1))
+        };
+        let tables = PyDict::new(py);
+        tables.set_item("cu_seqlens_q", part(layout.cu_seqlens_q())?)?;
+        tables.set_item("kv_lens", part(layout.kv_lens())?)?;
+        let block_table = part(layout.block_table())?;
+        let rows = (layout.sequences, layout.max_blocks);
+        tables.set_item("block_table", block_table.call_method1("reshape", (rows,))?)?;
+        tables.set_item("prefix_groups", part(layout.prefix_groups())?)?;
+        tables.set_item("prefix_lens", part(layout.prefix_lens())?)?;
+        Ok(tables)
     }
 }
 

@@ -1,5 +1,6 @@
 """The page allocator and steps, as their tests in Rust."""
 
+import libraries
 import numpy as np
 import pytest
 import reference
@@ -116,3 +117,76 @@ def test_prefix_groups_of_a_step(normal):
     for before, rows in ((slice(64, 73), slice(0, 2)), (slice(0, 64), slice(2, 3)), (slice(0, 64), slice(3, 6))):
         keys, values = (np.concatenate([old[before], x[rows]])[None] for old, x in zip((k, v), new))
         reference.agrees(out[rows][None], q[rows][None], keys, values, causal=True)
+
+
+def forked_step():
+    """Two sequences that share a half-filled page, which the step copies."""
+    pages, step = regard.PageAllocator(8, 4), regard.Step()
+    first = pages.create()
+    step.append(pages, first, 6)
+    step.finish(pages)
+    second = pages.fork(first)
+    step.clear()
+    for sequence, tokens in ((second, 1), (first, 2)):
+        step.append(pages, sequence, tokens)
+    step.finish(pages)
+    assert len(step.copies) == 1
+    return step
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd"])
+def test_blocks_are_copied_in_every_pool(kv_layout):
+    copies = [(0, 2, 4), (2, 3, 3), *forked_step().copies]
+    shapes = [(8, 4, 2, 16), (8, 4, 2), (8, 1, 2)]
+    if kv_layout == "hnd":
+        shapes = [(shape[0], shape[2], shape[1], *shape[3:]) for shape in shapes]
+    types = (np.float16, np.float32, np.float32)
+    pools = [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape, dtype in zip(shapes, types)]
+    expected = [pool.copy() for pool in pools]
+    for pool in expected:
+        slots = pool if kv_layout == "nhd" else pool.swapaxes(1, 2)
+        for source, to, count in copies:
+            slots[to, :count] = slots[source, :count]
+    wrap = libraries.Interface if libraries.STAND_IN else None
+    for place in (lambda array: array, wrap):
+        if place is None:
+            continue
+        copied = [pool.copy() for pool in pools]
+        regard.copy_blocks([place(pool) for pool in copied], copies, kv_layout=kv_layout)
+        for found, pool in zip(copied, expected):
+            assert (found == pool).all()
+    regard.copy_blocks([], copies)
+
+
+def test_bad_copies_are_refused():
+    pool = np.zeros((8, 4, 2, 16), np.float32)
+    with pytest.raises(regard.ArgumentError, match=r"`copies\[1\]` is 1 slots of block 0 to block 8"):
+        regard.copy_blocks([pool], [(0, 1, 4), (0, 8, 1)])
+    with pytest.raises(regard.ArgumentError, match=r"`pools\[1\]` is"):
+        regard.copy_blocks([pool, pool[:4].copy()], [(0, 1, 4)])
+    pool.flags.writeable = False
+    with pytest.raises(regard.ArgumentError, match="`pools` is read-only"):
+        regard.copy_blocks([pool], [(0, 1, 4)])
+
+
+def test_tables_of_a_step_in_one_array():
+    step = forked_step()
+    packed = np.asarray(step.packed)
+    tables = step.tables(packed)
+    names = ["cu_seqlens_q", "kv_lens", "block_table", "prefix_groups", "prefix_lens"]
+    assert list(tables) == names
+    for name in names:
+        assert tables[name].tolist() == getattr(step, name).tolist(), name
+        assert np.shares_memory(tables[name], packed)
+    with pytest.raises(regard.ArgumentError, match="`packed` is of shape"):
+        step.tables(packed[1:])
+    with pytest.raises(regard.ArgumentError, match="`step` is not finished"):
+        regard.Step().packed
+    torch = pytest.importorskip("torch")
+    for name, table in step.tables(torch.from_dlpack(step.packed)).items():
+        assert table.tolist() == getattr(step, name).tolist()
+
+
+def test_standard_slopes():
+    assert regard.alibi_slopes(8)[:3] == [0.5, 0.25, 0.125]
+    assert len(regard.alibi_slopes(12)) == 12 and regard.alibi_slopes(0) == []

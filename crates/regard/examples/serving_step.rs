@@ -7,7 +7,7 @@
 //! `cargo run --release -p regard --example serving_step`
 
 use regard::cpu::{Cpu, Workspace};
-use regard::paged::{PageAllocator, Step};
+use regard::paged::{CopyBlocks, PageAllocator, Step};
 use regard::{Append, Attention, Error, Inputs, Merge, Outputs, Rotary, Tensor, TensorMut};
 
 const HEADS: usize = 8;
@@ -35,18 +35,15 @@ impl Cache {
         q: &mut [f32],
     ) -> Result<(), Error> {
         const ROW: usize = KV_HEADS * DIM;
-        for pool in [&mut self.keys, &mut self.values] {
-            for copy in step.copies() {
-                let from = copy.from * BLOCK_SIZE * ROW;
-                pool.copy_within(from..from + copy.slots * ROW, copy.to * BLOCK_SIZE * ROW);
-            }
-        }
         let tokens = step.tokens();
         let (mut key, mut value) = (vec![0f32; tokens * ROW], vec![0f32; tokens * ROW]);
         fill(1 + tokens, &mut key);
         fill(2 + tokens, &mut value);
         let (rows, pool) = ([tokens, KV_HEADS, DIM], [BLOCKS, BLOCK_SIZE, KV_HEADS, DIM]);
         let tables = step.tables();
+        let mut pools =
+            [TensorMut::new(&mut self.keys, pool)?, TensorMut::new(&mut self.values, pool)?];
+        cpu.copy_blocks(&mut CopyBlocks { pools: &mut pools, copies: step.copies() })?;
         cpu.append(&mut Append {
             key: Tensor::new(&key, rows)?,
             value: Tensor::new(&value, rows)?,

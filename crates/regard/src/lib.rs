@@ -15,6 +15,16 @@
 //! # Ok::<(), regard::Error>(())
 //! ```
 //!
+//! A problem without operands, to plan for and to ask whether something runs, is made step by step:
+//!
+//! ```
+//! use regard::{Machine, Plan, Problem};
+//!
+//! let decode = Problem::default().with_heads(32, 8).with_lengths(64, 1, 8192).with_pages(16);
+//! println!("{}", Plan::new(&decode, &"h200".parse::<Machine>()?)?.explain());
+//! # Ok::<(), regard::Error>(())
+//! ```
+//!
 //! [`Attention`] holds every variant: window, softcap, ALiBi, sinks, masks, trees, ragged batches,
 //! paged caches, in any combination. An engine makes a [`Plan`] once and runs it many times without
 //! allocating. `docs/semantics.md` defines the results, [`oracle`] computes them naively, and tests

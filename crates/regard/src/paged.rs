@@ -79,10 +79,13 @@
 //! If pages run out, the error is [`Error::OutOfPages`] with the numbers, and nothing has changed:
 //! free or evict a sequence, and call again.
 
+mod copy;
 mod groups;
 mod step;
 mod tables;
 
+pub use copy::CopyBlocks;
+pub(crate) use copy::{BlockPart, Rows};
 pub use step::Step;
 pub use tables::{TableLayout, Tables};
 

@@ -3,6 +3,7 @@
 //! shapes, types and strides of operands in any memory, `contents` the contents of operands in the
 //! host's memory. Later code relies on both.
 
+mod builder;
 mod check_scales;
 mod contents;
 mod describe;
@@ -262,11 +263,6 @@ impl Problem {
             lse: false,
             batch_invariant: false,
         }
-    }
-
-    /// The same with queries, keys, values and results of one type.
-    pub fn with_dtype(self, dtype: DType) -> Problem {
-        Problem { dtype, key_dtype: dtype, value_dtype: dtype, out_dtype: dtype, ..self }
     }
 
     /// Query heads that share a key/value head; 0 if there is no key/value head, which

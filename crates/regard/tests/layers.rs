@@ -34,7 +34,7 @@ const CPU_LAYERS: &[&[&str]] = &[
     &["product", "pool", "tasks"],
     &["walk"],
     &["select", "compiled", "prefix", "mask_map"],
-    &["plan", "append", "merge"],
+    &["plan", "append", "copy_blocks", "merge"],
     &["schedule", "workspace"],
     &["mod"],
     &["device"],

@@ -704,6 +704,60 @@ static void merging(void) {
     EXPECT_ERROR(regard_merge_run(NULL, &device, NULL), REGARD_STATUS_ARGUMENT, "`merge` is null");
 }
 
+static void copying_blocks(void) {
+    /* Three blocks of two slots of two elements, and a scale for each block. */
+    float keys[12], scales[3] = {0, 1, 2};
+    for (int i = 0; i < 12; i++) keys[i] = i;
+    regard_tensor key_pool = tensor(keys, REGARD_DTYPE_F32, 4, 3, 2, 1, 2);
+    regard_tensor scale_pool = tensor(scales, REGARD_DTYPE_F32, 3, 3, 1, 1, 0);
+    const regard_tensor *pools[] = {&key_pool, &scale_pool};
+    regard_block_copy list[] = {{0, 1, 2}, {1, 2, 1}};
+    regard_block_copies copies;
+    memset(&copies, 0, sizeof copies);
+    copies.size = sizeof copies;
+    EXPECT(regard_copy_blocks(&copies, NULL, NULL) == REGARD_STATUS_OK);
+    copies.pools = pools, copies.pool_count = 2, copies.copies = list, copies.copy_count = 2;
+    EXPECT(regard_copy_blocks(&copies, NULL, NULL) == REGARD_STATUS_OK);
+    static const float expected[] = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 10, 11};
+    EXPECT(memcmp(keys, expected, sizeof keys) == 0 && scales[1] == 0 && scales[2] == 0);
+
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, &copies), REGARD_STATUS_ARGUMENT, "`stream` is not null");
+    list[1].to = 3;
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, NULL), REGARD_STATUS_ARGUMENT, "`copies[1]` is 1 slots of block 1 to block 3");
+    list[1].to = -1;
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, NULL), REGARD_STATUS_ARGUMENT, "`copies[1].to` is -1");
+    list[1].to = 2, scale_pool.shape[0] = 2;
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, NULL), REGARD_STATUS_ARGUMENT, "`pools[1]` is");
+    scale_pool.shape[0] = 3;
+
+    regard_device device;
+    memset(&device, 0, sizeof device);
+    device.size = sizeof device;
+    device.kind = REGARD_DEVICE_KIND_CUDA;
+    device.machine = "h200";
+    EXPECT_ERROR(regard_copy_blocks(&copies, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
+    pools[1] = NULL;
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, NULL), REGARD_STATUS_ARGUMENT, "`pools[1]` is null");
+    copies.pools = NULL;
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, NULL), REGARD_STATUS_ARGUMENT, "`pools` is null");
+    copies.size = 8;
+    EXPECT_ERROR(regard_copy_blocks(&copies, NULL, NULL), REGARD_STATUS_ARGUMENT, "`block_copies.size` is 8");
+    EXPECT_ERROR(regard_copy_blocks(NULL, NULL, NULL), REGARD_STATUS_ARGUMENT, "`block_copies` is null");
+}
+
+static void standard_slopes(void) {
+    float slopes[13];
+    slopes[12] = -1;
+    EXPECT(regard_alibi_slopes(12, slopes) == REGARD_STATUS_OK);
+    /* Those of 8 heads, then every second one of 16. */
+    for (int h = 0; h < 8; h++) EXPECT(slopes[h] == (float)exp2(-(h + 1)));
+    for (int h = 8; h < 12; h++) EXPECT(fabs(slopes[h] - exp2(-0.5 * (2 * (h - 8) + 1))) < 1e-7);
+    EXPECT(slopes[12] == -1);
+    EXPECT(regard_alibi_slopes(0, NULL) == REGARD_STATUS_OK);
+    EXPECT_ERROR(regard_alibi_slopes(1, NULL), REGARD_STATUS_ARGUMENT, "`slopes` is null");
+    EXPECT_ERROR(regard_alibi_slopes((size_t)-1, slopes), REGARD_STATUS_ARGUMENT, "`query_heads` is");
+}
+
 int main(void) {
     EXPECT(strcmp(regard_last_error(), "") == 0);
     EXPECT(regard_abi_version() == REGARD_ABI_VERSION);
@@ -722,6 +776,8 @@ int main(void) {
     plan_for_a_machine_by_name();
     appending();
     merging();
+    copying_blocks();
+    standard_slopes();
     printf(failures ? "%d failures\n" : "all as expected\n", failures);
     return failures > 0;
 }

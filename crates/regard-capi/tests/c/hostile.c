@@ -335,9 +335,9 @@ static void wild_problems(void) {
 /* Structs with any size field, at the end of what can be read. */
 static void wild_sizes(void) {
     static const size_t sizes[] = {0, 1, 7, 8, 16, 40, 55, 56, 57, 64, 80, 88, 96, 104, 112, 113, 120, 121, 128, 129, 159, 160, 161, 168, 176, 177, 4096, 65536, 65537, SIZE_MAX};
-    const size_t known[5] = {offsetof(regard_operands, k_scales), offsetof(regard_problem, chunk), sizeof(regard_device), offsetof(regard_append, k_scales), sizeof(regard_merge)};
+    const size_t known[6] = {offsetof(regard_operands, k_scales), offsetof(regard_problem, chunk), sizeof(regard_device), offsetof(regard_append, k_scales), sizeof(regard_merge), sizeof(regard_block_copies)};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        for (int which = 0; which < 5; which++) {
+        for (int which = 0; which < 6; which++) {
             /* Only as much can be read as in the field, if that makes sense; else only the field. */
             size_t size = sizes[i], sense = size >= known[which] && size <= 65536;
             guarded g = guard(sense ? size : sizeof size, 1);
@@ -352,8 +352,9 @@ static void wild_sizes(void) {
             if (which == 2) status = regard_append_load((regard_device *)g.data);
             if (which == 3) status = regard_append_run((regard_append *)g.data, NULL, NULL);
             if (which == 4) status = regard_merge_run((regard_merge *)g.data, NULL, NULL);
-            /* All zeros: this CPU as a device; otherwise something is missing. */
-            regard_status expected = sense && which == 2 ? REGARD_STATUS_OK : REGARD_STATUS_ARGUMENT;
+            if (which == 5) status = regard_copy_blocks((regard_block_copies *)g.data, NULL, NULL);
+            /* All zeros: this CPU as a device, or no copies; otherwise something is missing. */
+            regard_status expected = sense && (which == 2 || which == 5) ? REGARD_STATUS_OK : REGARD_STATUS_ARGUMENT;
             EXPECT(status == expected);
             EXPECT(sense || strstr(regard_last_error(), ".size` is ") != NULL);
             unguard(g);

@@ -24,9 +24,11 @@ from ._regard import (
     Sequence,
     Step,
     __version__,
+    alibi_slopes,
     append,
     append_latent,
     attention,
+    copy_blocks,
     cuda_devices,
     merge,
 )
@@ -44,9 +46,11 @@ __all__ = [
     "Sequence",
     "Step",
     "__version__",
+    "alibi_slopes",
     "append",
     "append_latent",
     "attention",
+    "copy_blocks",
     "cuda_devices",
     "merge",
 ]

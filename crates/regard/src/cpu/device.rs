@@ -4,11 +4,12 @@ use super::executor::Executor;
 use super::plan::plan;
 use super::pool::DefaultExecutor;
 use super::workspace::Workspace;
-use super::{append, merge};
+use super::{append, copy_blocks, merge};
 use crate::append::{Append, AppendLatent};
 use crate::error::Error;
 use crate::machine::{Device, Machine};
 use crate::merge::Merge;
+use crate::paged::CopyBlocks;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use std::fmt;
@@ -160,6 +161,15 @@ impl Cpu {
     /// If an operand breaks the contract. Nothing is written then.
     pub fn merge(&self, merge: &mut Merge) -> Result<(), Error> {
         merge::merge(merge, &*self.executor)
+    }
+
+    /// Copies blocks of pools, one copy after the other, as a step asks for before it is appended.
+    /// Allocates nothing.
+    ///
+    /// # Errors
+    /// If an operand breaks the contract. Nothing is copied then.
+    pub fn copy_blocks(&self, copy: &mut CopyBlocks) -> Result<(), Error> {
+        copy_blocks::copy_blocks(copy, &*self.executor)
     }
 }
 

@@ -10,6 +10,7 @@
 
 mod append;
 mod compiled;
+mod copy_blocks;
 mod device;
 mod executor;
 mod mask_map;

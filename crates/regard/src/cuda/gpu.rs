@@ -398,7 +398,7 @@ impl Gpu {
     }
 
     /// Makes the context current on this thread.
-    fn bind(&self) -> Result<(), Error> {
+    pub(super) fn bind(&self) -> Result<(), Error> {
         self.context
             .bind_to_thread()
             .map_err(|error| driver::driver_error("using the GPU's context", error))

@@ -7,6 +7,8 @@
 #[cfg(feature = "cuda")]
 mod append;
 #[cfg(feature = "cuda")]
+mod copy_blocks;
+#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -44,6 +46,8 @@ use crate::params::CacheFormat;
 use crate::params::ElementType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, AppendLatent, Rotary};
+#[cfg(feature = "cuda")]
+pub use copy_blocks::CopyBlocks;
 #[cfg(feature = "cuda")]
 pub use cudarc;
 #[cfg(feature = "cuda")]

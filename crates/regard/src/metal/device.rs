@@ -33,6 +33,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::machine::{Device, Machine, MetalFacts};
 use crate::memory::Memory;
+use crate::paged::CopyBlocks;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::tensor::{Tensor, TensorMut};
@@ -470,6 +471,26 @@ impl Gpu {
             Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
             None => Ok(()),
         }
+    }
+
+    /// Copies of blocks are refused: a compute encoder cannot copy memory, and there is no kernel
+    /// for it. Make them with a blit encoder, one encoder after the other where a copy reads or
+    /// writes a block that another has written or read.
+    ///
+    /// # Errors
+    /// If an operand breaks the contract, or there is something to copy.
+    pub fn copy_blocks(
+        &self,
+        _encoder: &dyn Encoder,
+        operands: &mut CopyBlocks<MetalMemory>,
+    ) -> Result<(), Error> {
+        operands.check()?;
+        if operands.pools.is_empty() || operands.copies.is_empty() {
+            return Ok(());
+        }
+        let reason = "copies of blocks have no kernel, and a compute encoder cannot copy memory: \
+                      use a blit encoder";
+        Err(refusal(&self.machine.to_string(), reason))
     }
 
     /// Encodes one dispatch.

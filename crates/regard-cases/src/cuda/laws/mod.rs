@@ -2,6 +2,7 @@
 //! very large tensors.
 
 mod append;
+mod copies;
 mod extremes;
 mod graphs;
 mod interface;
@@ -45,6 +46,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "refusals", check: interface::refusals },
     Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
     Law { name: "append", check: append::append },
+    Law { name: "copies", check: copies::copies },
     Law { name: "merge", check: merge::merge },
     Law { name: "many-rows", check: extremes::many_rows },
     Law { name: "many-sequences", check: extremes::many_sequences },
