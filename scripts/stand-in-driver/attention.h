@@ -125,6 +125,14 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
         for (int i = 0; i < count; i++) to[i] = scale * code_value(((const unsigned char *)stored.pointer)[at + i], format);
         return;
     }
+    if (format == CacheFormat::Mla656) {
+        const unsigned char *row = (const unsigned char *)stored.pointer + at * 656;
+        for (int i = 0; i < count; i++) {
+            to[i] = i < 512 ? (float)load((unsigned long long)row + 512, i / 128, ElementType::F32) * code_value(row[i], CacheFormat::E4M3)
+                            : (float)load((unsigned long long)row + 528, i - 512, ElementType::BF16);
+        }
+        return;
+    }
     const bool eight = format == CacheFormat::Q8_0;
     const unsigned char *blocks = (const unsigned char *)stored.pointer + at * (eight ? 34 : 18);
     for (int i = 0; i < count; i++) {
