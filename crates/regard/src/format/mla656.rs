@@ -101,3 +101,49 @@ impl Mla656 {
         std::array::from_fn(|i| self.value(i))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_hold_their_values_within_half_a_step() {
+        let mut values: [f32; 576] =
+            std::array::from_fn(|i| ((i * 37 + 11) % 64) as f32 / 8.0 - 3.9);
+        values[128..256].fill(0.0);
+        values[256..384].iter_mut().for_each(|x| *x *= 1e30);
+        let row = Mla656::from_f32(&values);
+        assert_eq!((row.scales[1], row.codes[130]), (0.0, E4m3::from_bits(0)));
+        for (i, (&x, y)) in values.iter().zip(row.to_f64()).enumerate() {
+            // Codes have 3 bits of mantissa; below 2^-6 of the scale they are subnormal.
+            let step = if i < 512 { f64::from(row.scales[i / 128]) * 2f64.powi(-10) } else { 0.0 };
+            let near = (f64::from(x) - y).abs() <= f64::from(x).abs() / 16.0 + step;
+            assert!(near, "{i}: {x} {y}");
+        }
+        assert_eq!(row.latent_to_f64(), row.to_f64()[..512]);
+        assert_eq!(Mla656::from_bytes(&row.to_bytes()), row);
+        assert_eq!(Mla656::from_f32(&[0.0; 576]), Mla656::default());
+    }
+
+    #[test]
+    fn bytes_are_codes_then_scales_then_rotary_dims() {
+        let mut values = [0.0; 576];
+        (values[127], values[128], values[575]) = (448.0, -896.0, 1.0);
+        let bytes = Mla656::from_f32(&values).to_bytes();
+        assert_eq!((bytes[126], bytes[127], bytes[128]), (0, 0x7e, 0xfe));
+        assert_eq!(bytes[512..520], [1f32.to_le_bytes(), 2f32.to_le_bytes()].concat());
+        assert_eq!(bytes[654..], [0x80, 0x3f]);
+    }
+
+    #[test]
+    fn a_nan_stays_where_it_is() {
+        let mut values = [1.0; 576];
+        (values[3], values[200], values[570]) = (f32::NAN, -f32::NAN, f32::NAN);
+        values[300] = f32::INFINITY;
+        let row = Mla656::from_f32(&values);
+        for (i, x) in row.to_f64().into_iter().enumerate() {
+            assert_eq!(x.is_nan(), [3, 200, 570].contains(&i), "{i}: {x}");
+        }
+        assert_eq!(row.scales[2], f32::MAX / 448.0);
+    }
+}

@@ -33,11 +33,12 @@ impl<M: Memory> Tensor<'_, M> {
         };
         let per_element = dtype.values();
         if values > all || !values.is_multiple_of(per_element) || last.is_none() {
-            return Err(Error::argument(
-                "prefix",
-                format!("{values} values of {:?}", self.dims),
-                format!("0..={all}, a multiple of {per_element}"),
-            ));
+            let allowed = match dtype.is_latent_row() {
+                true => "512 or 576 values of one row".to_string(),
+                false => format!("0..={all}, a multiple of {per_element}"),
+            };
+            let found = format!("{values} values of {:?}", self.dims);
+            return Err(Error::argument("prefix", found, allowed));
         }
         let mut dims = Dims { dtype, ..self.dims };
         dims.shape[dims.rank() - 1] = values / per_element;
