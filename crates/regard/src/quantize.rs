@@ -5,9 +5,9 @@
 //!   A scale of 0 makes every code 0.
 //! - `q8_0`, `q4_0`: blocks of 32 values with an `f16` scale, rounded as GGUF rounds them.
 //! - `mla656`: `e4m3` codes under a dynamic scale per 128 values, and rotary dims in `bf16`.
-//! - A NaN stays where it is: its `e4m3`, `e5m2` or `bf16` is NaN, the scale of its `q8_0` or `q4_0`
-//!   block is NaN, and so is the dynamic scale of its `i8` row.
-//!   `i8` under a given scale has no NaN: the code is 0.
+//! - A NaN stays where it is: its `e4m3`, `e5m2` or `bf16` is NaN, the scale of its `q8_0` or
+//!   `q4_0` block is NaN, and so is the dynamic scale of its `i8` row. `i8` under a given scale has
+//!   no NaN: the code is 0.
 
 use crate::dtype::DType;
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656, i8_from_f32};

@@ -108,8 +108,12 @@ fn latent_rows_are_written_as_the_format_has_them() {
     append_rows(&rows, 576, &mut pool).expect("sound operands");
     let new = rows.as_chunks().0;
     // Positions 1 and 2: the second slot of page 1, and the first of page 0.
-    let expected =
-        [Mla656::from_f32(&new[1]), Mla656::default(), Mla656::default(), Mla656::from_f32(&new[0])];
+    let expected = [
+        Mla656::from_f32(&new[1]),
+        Mla656::default(),
+        Mla656::default(),
+        Mla656::from_f32(&new[0]),
+    ];
     assert_eq!(pool, expected);
     let error = append_rows(&rows[..2 * 512], 512, &mut pool).expect_err("512 dims").to_string();
     let allowed = "allowed: head dims that are a multiple of 576";
