@@ -37,6 +37,7 @@ compile() {
     local name="$1" source="$2" kind=""
     shift 2
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
+    [ "$source" = append.cu ] && kind=-DAPPEND
     [ "$source" = decode.cu ] && kind=-DDECODE
     [ "$source" = decode_latent_sm90.cu ] && kind=-DDECODE_LATENT
     case "$source" in prefill_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
@@ -44,7 +45,7 @@ compile() {
 }
 export -f compile
 export folder
-cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|mask_map)/' | grep -E "^($modules) " |
+cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|mask_map|append)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
 # One run a part, as many at once as there are cores: the emulation is one thread.

@@ -26,6 +26,10 @@
 #undef SHARED_BYTES
 #elif defined(DECODE)
 #include "decode/decode.cu"
+#elif defined(APPEND)
+#include "utility/append.cu"
+#define THREADS 256
+#define SHARED_BYTES 16
 #elif defined(MASK_MAP)
 #include "prefill/mask_map.cu"
 #define THREADS 256
@@ -75,6 +79,8 @@ static void call_kernel() {
     if (launch->combines) return combine(*launch->attention);
 #endif
     decode(CALL AND_CACHE);
+#elif defined(APPEND)
+    append(*launch->append);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
 #elif defined(HOPPER)

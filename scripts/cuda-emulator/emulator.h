@@ -143,6 +143,7 @@ template <class T> static inline T emu_shfl(T x, int src) {
 #define LANE (cur->tid & 31)
 template <class T> static inline T __shfl_sync(unsigned, T x, int src) { return emu_shfl(x, src); }
 template <class T> static inline T __shfl_xor_sync(unsigned, T x, int m) { return emu_shfl(x, LANE ^ m); }
+template <class T> static inline T __shfl_down_sync(unsigned, T x, int d) { return emu_shfl(x, LANE + d < 32 ? LANE + d : LANE); }
 template <class T> static inline T __shfl_up_sync(unsigned, T x, int d) { return emu_shfl(x, LANE >= d ? LANE - d : LANE); }
 static inline unsigned __ballot_sync(unsigned, bool p) {
     Slot s{};
@@ -197,6 +198,11 @@ static inline float emu_rounded(float x) {
 }
 static inline float __fmul_rn(float a, float b) { return emu_rounded(a * b); }
 static inline float __fadd_rn(float a, float b) { return emu_rounded(emu_rounded(a) + b); }
+static inline float __fsub_rn(float a, float b) { return emu_rounded(emu_rounded(a) - b); }
+static inline float __fdiv_rn(float a, float b) { return emu_rounded(a / b); }
+static inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
+static inline int __float2int_rz(float x) { return (int)x; }
+static inline float __int2float_rn(int x) { return (float)x; }
 static inline int atomicAdd(int *p, int x) {
     int before = *p;
     *p += x;

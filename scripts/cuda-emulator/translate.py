@@ -6,7 +6,7 @@ KERNELS, FOLDER = sys.argv[1:3]
 HERE = os.path.dirname(os.path.abspath(__file__))
 # The headers that the emulator has of its own, in the place of the kernels'.
 REPLACED = {"common/copy.cuh", "common/element.cuh", "hopper/hopper.cuh", "hopper/wgmma.cuh"}
-for folder in ("common", "decode", "prefill", "hopper"):
+for folder in ("common", "decode", "prefill", "hopper", "utility"):
     os.makedirs(f"{FOLDER}/{folder}", exist_ok=True)
 for path in REPLACED:
     name = os.path.basename(path).removesuffix(".cuh")
@@ -161,7 +161,9 @@ def translate(s):
 
 
 for path in sorted(glob.glob("*/*.cu*", root_dir=KERNELS)):
-    if path in REPLACED or not os.path.isdir(os.path.dirname(f"{FOLDER}/{path}")):
+    # Of the utility kernels the emulator runs `append`.
+    other = path.startswith("utility/") and path not in ("utility/append.cu", "utility/quantize.cuh")
+    if path in REPLACED or other or not os.path.isdir(os.path.dirname(f"{FOLDER}/{path}")):
         continue
     s = open(f"{KERNELS}/{path}").read()
     if path != "common/parameters.cuh":

@@ -59,6 +59,8 @@ inline void store(unsigned long long address, long long index, ElementType type,
     ((unsigned short *)address)[index] = bits;
 }
 
+#include "quantize.h"
+
 // The element type of an additive mask.
 inline ElementType mask_element(MaskKind kind) { return kind == MaskKind::F32 ? ElementType::F32 : kind == MaskKind::F16 ? ElementType::F16 : ElementType::BF16; }
 
@@ -123,6 +125,14 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     if (format <= CacheFormat::I8) {
         float scale = (float)load(scales, place_of_key(p, s, key, scale_strides) + kv_head * scale_strides.head, ElementType::F32);
         for (int i = 0; i < count; i++) to[i] = scale * code_value(((const unsigned char *)stored.pointer)[at + i], format);
+        return;
+    }
+    if (format == CacheFormat::Mla656) {
+        const unsigned char *row = (const unsigned char *)stored.pointer + at * 656;
+        for (int i = 0; i < count; i++) {
+            to[i] = i < 512 ? (float)load((unsigned long long)row + 512, i / 128, ElementType::F32) * code_value(row[i], CacheFormat::E4M3)
+                            : (float)load((unsigned long long)row + 528, i - 512, ElementType::BF16);
+        }
         return;
     }
     const bool eight = format == CacheFormat::Q8_0;
@@ -339,20 +349,40 @@ inline void map_tiles(const AttentionParameters &p, const PrefillParameters &t) 
     }
 }
 
+// A new row that is quantized: rotated in f32, each product and sum rounded, and stored.
+inline void quantize_row(const AppendParameters &p, int token, unsigned long long from, long long at, bool is_key, int block, int slot, int head) {
+    std::vector<float> x(is_key ? p.head_dim : p.value_dim);
+    for (size_t i = 0; i < x.size(); i++) x[i] = (float)load(from, at + i, p.element_type);
+    const int half = p.rotary_dim / 2;
+    const float *angles = (const float *)p.rotary + (long long)std::min(std::max(token, 0), p.rotary_positions - 1) * p.rotary_dim;
+    for (int pair = 0; is_key && p.rotary && pair < half; pair++) {
+        float *a = &x[p.rotary_start + (p.rotary_interleaved ? 2 * pair : pair)], *b = a + (p.rotary_interleaved ? 1 : half);
+        const float cosine = angles[pair], sine = angles[half + pair], left = *a, right = *b;
+        *a = rounded(rounded(left * cosine) - rounded(right * sine));
+        *b = rounded(rounded(right * cosine) + rounded(left * sine));
+    }
+    auto place = [&](const RowStrides &strides) { return block * strides.batch + slot * strides.token + head * strides.head; };
+    float *scales = (float *)(is_key ? p.cache.key_scales : p.cache.value_scales);
+    scales += place(is_key ? p.cache.key_scale_strides : p.cache.value_scale_strides);
+    const KvTensor &pool = is_key ? p.keys : p.values;
+    const bool is_dynamic = is_key ? p.dynamic_key_scales : p.dynamic_value_scales;
+    store_quantized(x, is_key ? p.cache.key_format : p.cache.value_format, pool.pointer, place(pool.strides), scales, is_dynamic);
+}
+
 // One head's vector of a new token: read, rotated if asked, written.
-inline void move_vector(const AppendParameters &p, int token, unsigned long long from, long long at, unsigned long long to, long long place, bool rotated) {
-    std::vector<double> x(p.head_dim);
-    for (int i = 0; i < p.head_dim; i++) x[i] = load(from, at + i, p.element_type);
+inline void move_vector(const AppendParameters &p, int token, unsigned long long from, long long at, unsigned long long to, long long place, int dims) {
+    std::vector<double> x(dims);
+    for (int i = 0; i < dims; i++) x[i] = load(from, at + i, p.element_type);
     int half = p.rotary_dim / 2;
     long long row = (long long)std::min(token, p.rotary_positions - 1) * p.rotary_dim;
-    for (int pair = 0; rotated && p.rotary && pair < half; pair++) {
+    for (int pair = 0; p.rotary && pair < half; pair++) {
         int a = p.rotary_interleaved ? 2 * pair : pair, b = p.rotary_interleaved ? 2 * pair + 1 : pair + half;
         double cosine = load(p.rotary, row + pair, ElementType::F32), sine = load(p.rotary, row + half + pair, ElementType::F32);
         double left = x[a] * cosine - x[b] * sine, right = x[b] * cosine + x[a] * sine;
         x[a] = left;
         x[b] = right;
     }
-    for (int i = 0; i < p.head_dim; i++) store(to, place + i, p.element_type, x[i]);
+    for (int i = 0; i < dims; i++) store(to, place + i, p.element_type, x[i]);
 }
 
 inline void append(const AppendParameters &p) {
@@ -364,15 +394,23 @@ inline void append(const AppendParameters &p) {
             int token = int_at(p.kv_lens, index) - count + i;
             for (int head = 0; p.query.pointer && head < p.query_heads; head++) {
                 long long at = row * p.query.strides.token + head * p.query.strides.head;
-                move_vector(p, token, p.query.pointer, at, p.query.pointer, at, true);
+                move_vector(p, token, p.query.pointer, at, p.query.pointer, at, p.rotary_dim);
             }
             if (token < 0 || token / p.block_size >= p.table_blocks) continue;
             int block = int_at(p.block_table, index * p.block_table_stride + token / p.block_size), slot = token % p.block_size;
             if (block < 0 || block >= p.blocks) continue;
             for (int head = 0; head < p.kv_heads; head++) {
                 long long to = block * p.keys.strides.batch + slot * p.keys.strides.token + head * p.keys.strides.head;
-                move_vector(p, token, p.new_keys.pointer, row * p.new_keys.strides.token + head * p.new_keys.strides.head, p.keys.pointer, to, true);
+                long long key = row * p.new_keys.strides.token + head * p.new_keys.strides.head;
+                if (p.cache.key_format > CacheFormat::F32)
+                    quantize_row(p, token, p.new_keys.pointer, key, true, block, slot, head);
+                else
+                    move_vector(p, token, p.new_keys.pointer, key, p.keys.pointer, to, p.head_dim);
                 long long from = row * p.new_values.strides.token + head * p.new_values.strides.head;
+                if (p.value_dim && p.cache.value_format > CacheFormat::F32) {
+                    quantize_row(p, token, p.new_values.pointer, from, false, block, slot, head);
+                    continue;
+                }
                 to = block * p.values.strides.batch + slot * p.values.strides.token + head * p.values.strides.head;
                 for (int d = 0; d < p.value_dim; d++) {
                     store(p.values.pointer, to + d, p.element_type, load(p.new_values.pointer, from + d, p.element_type));

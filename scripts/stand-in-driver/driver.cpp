@@ -104,6 +104,14 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
+    if (function.emulated && entry == "append") {
+        EmulatedLaunch emulated = {};
+        emulated.append = &launch.append;
+        emulated.blocks[0] = launch.blocks[0];
+        emulated.blocks[1] = launch.blocks[1];
+        emulate(function.emulated, emulated);
+        return;
+    }
     // Without emulation `decode` attends to all keys of all sequences, and nothing is left for prefix groups.
     const ListParameters *lists = function.has_lists ? &launch.listed.lists : nullptr;
     if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len, lists);

@@ -1,5 +1,7 @@
 //! The pools of a paged cache, as candle tensors.
 
+mod mla656;
+
 use crate::options::{Attention, CacheFormat, Execution};
 use crate::prepare::{option, unit_stride};
 use crate::view::refuse;
@@ -88,7 +90,9 @@ impl PagedCache {
         let both = [("format of keys", format.keys), ("format of values", format.values)];
         let mut formats = [regard::DType::I8; 2];
         for (dtype, (argument, given)) in formats.iter_mut().zip(both) {
-            let stored = given.filter(|format| format.is_code() || format.is_block());
+            let stored = given.filter(|format| {
+                format.is_code() || (format.is_block() && !format.is_latent_row())
+            });
             let Some(stored) = stored else {
                 let found = given.map_or("none", regard::DType::name);
                 return Err(refuse(argument, found, "e4m3, e5m2, i8, q8_0 or q4_0"));
@@ -232,7 +236,7 @@ impl PagedCache {
         if !pool.device().is_cpu() {
             return self.append_latent_at(layer, rows, &self.tables_of_slots(slots)?);
         }
-        pool.inplace_op2(rows, &WriteRows(slots))
+        self.store_rows(layer, rows, slots)
     }
 
     /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, by the tables of these
@@ -280,15 +284,19 @@ impl PagedCache {
         if !pool.device().is_cpu() {
             return self.append_latent_at(layer, rows, &tables);
         }
-        let slots = tables.slots(tokens, self.shape.blocks)?;
-        pool.inplace_op2(rows, &WriteRows(&slots))
+        self.store_rows(layer, rows, &tables.slots(tokens, self.shape.blocks)?)
+    }
+
+    /// Writes keys, or rows of a latent cache, that were checked, on the CPU.
+    fn store_rows(&self, layer: usize, rows: &Tensor, slots: &[u32]) -> Result<()> {
+        let (pool, scales) = (&self.pools[layer][0], &self.scales[layer][0]);
+        store(pool, scales, rows, StoreRows { slots, format: self.format.keys })
     }
 
     /// Writes rows that were checked, on the CPU.
     fn store(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
-        let [key_pool, value_pool] = &self.pools[layer];
-        let [key_scales, value_scales] = &self.scales[layer];
-        store(key_pool, key_scales, keys, StoreRows { slots, format: self.format.keys })?;
+        let (value_pool, value_scales) = (&self.pools[layer][1], &self.scales[layer][1]);
+        self.store_rows(layer, keys, slots)?;
         store(value_pool, value_scales, values, StoreRows { slots, format: self.format.values })
     }
 
@@ -314,6 +322,10 @@ impl PagedCache {
     /// writes two.
     fn append_latent_at(&self, layer: usize, rows: &Tensor, tables: &Tables) -> Result<()> {
         let (pool, _) = self.pools(layer)?;
+        if self.format != CacheFormat::default() {
+            let found = format!("{:?} on a GPU", self.format);
+            return Err(refuse("format", found, "a cache of floats, or one on the CPU"));
+        }
         let (pool, rows) = (tables.paged(pool)?, unit_stride(rows)?);
         let dim = self.shape.head_dim;
         let first = dim / 2;

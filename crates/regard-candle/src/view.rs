@@ -2,7 +2,7 @@
 
 use crate::options::{CacheFormat, Place};
 use candle_core::{CpuStorage, Layout, Result, Storage};
-use regard::format::{BlockQ4_0, BlockQ8_0, E4m3, E5m2};
+use regard::format::{BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656};
 use regard::{DType, Element, Host, MAX_RANK, Tensor};
 
 /// An error of regard's, as candle reports it.
@@ -120,7 +120,8 @@ fn from_bytes<'a>(
         return Err(refuse(argument, found, "bytes that are aligned for their format"));
     }
     let strides = Some(&strides[..]);
-    // SAFETY: none of these types has padding (blocks are an f16 and bytes), any bytes are a value
+    // SAFETY: none of these types has padding (blocks are an f16 and bytes, rows have parts of
+    // multiples of 4 bytes), any bytes are a value
     // of theirs, and the alignment was checked.
     let tensor = unsafe {
         match format {
@@ -128,6 +129,9 @@ fn from_bytes<'a>(
             DType::E5M2 => Tensor::from_slice(cast::<E5m2>(bytes), &shape, strides),
             DType::I8 => Tensor::from_slice(cast::<i8>(bytes), &shape, strides),
             DType::Q8_0 => Tensor::from_slice(cast::<BlockQ8_0>(bytes), &shape, strides),
+            DType::Mla656 => Tensor::from_slice(cast::<Mla656>(bytes), &shape, strides),
+            DType::Mla656Latent => Tensor::from_slice(cast::<Mla656>(bytes), &shape, strides)
+                .and_then(|rows| rows.prefix(Mla656::LATENT_VALUES)),
             _ => Tensor::from_slice(cast::<BlockQ4_0>(bytes), &shape, strides),
         }
     };
@@ -146,7 +150,7 @@ pub(crate) fn elements(argument: &str, layout: &Layout, format: DType) -> Result
         return Err(refuse(
             &format!("format of {argument}"),
             format,
-            "e4m3, e5m2, i8, q8_0 or q4_0",
+            "e4m3, e5m2, i8, q8_0, q4_0 or mla656",
         ));
     }
     let size = format.size();

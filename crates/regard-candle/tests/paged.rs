@@ -156,6 +156,36 @@ fn a_latent_cache_holds_keys_whose_first_elements_are_values() -> Result<()> {
     Ok(())
 }
 
+/// Rows of 656 bytes hold what `quantize_blocks` makes of the new ones.
+#[test]
+fn a_latent_cache_of_656_byte_rows() -> Result<()> {
+    use regard::format::Mla656;
+    let shape = CacheShape { kv_heads: 1, head_dim: 576, ..SHAPE };
+    let (cache, exact) =
+        (PagedCache::mla656(shape, &CPU)?, PagedCache::latent(shape, 512, DType::F32, &CPU)?);
+    assert_eq!(cache.block_bytes(), 2 * 4 * 656);
+    let rows = normal(&[6, 1, 576], DType::F32);
+    let numbers = rows.flatten_all()?.to_vec1::<f32>()?;
+    let stored = numbers.as_chunks().0.iter().flat_map(|row| Mla656::from_f32(row).to_f64());
+    let stored: Vec<f32> = stored.map(|x| x as f32).collect();
+    let mut pages = PageAllocator::new(shape.blocks, shape.block_size).expect("sound sizes");
+    let sequence = pages.create();
+    let mut step = Step::new();
+    step.append(&mut pages, sequence, 6).expect("room");
+    step.finish(&pages).expect("alive");
+    let options = attention_of_step(&step, &CPU)?;
+    cache.write_latent(1, &rows, step.slots())?;
+    exact.write_latent(1, &Tensor::from_vec(stored, (6, 1, 576), &CPU)?, step.slots())?;
+    let q = normal(&[6, 16, 576], DType::F32);
+    let out = |cache: &PagedCache| cache.attention(1, &q, &options, &Execution::default());
+    let difference = (out(&cache)? - out(&exact)?)?.abs()?.flatten_all()?.max(0)?;
+    assert!(difference.to_scalar::<f32>()? < 1e-5, "{difference}");
+    let narrow = PagedCache::mla656(CacheShape { head_dim: 512, ..shape }, &CPU).map(drop);
+    let error = narrow.expect_err("512 dims").to_string();
+    assert!(error.contains("`head_dim` is 512; allowed: 576"), "{error}");
+    Ok(())
+}
+
 #[test]
 fn operands_that_do_not_fit_are_refused() -> Result<()> {
     let cache = PagedCache::new(SHAPE, DType::F32, &CPU)?;

@@ -149,9 +149,12 @@ fn dtype(argument: &str, number: i32) -> Result<DType, Failure> {
         n if n == Known::I8 as i32 => DType::I8,
         n if n == Known::Q8_0 as i32 => DType::Q8_0,
         n if n == Known::Q4_0 as i32 => DType::Q4_0,
+        n if n == Known::Mla656 as i32 => DType::Mla656,
+        n if n == Known::Mla656Latent as i32 => DType::Mla656Latent,
         _ => {
             let allowed = "REGARD_DTYPE_F32 (1), _F16 (2), _BF16 (3), _I32 (4), _BOOL (5), \
-                           _E4M3 (6), _E5M2 (7), _I8 (8), _Q8_0 (9) or _Q4_0 (10)";
+                           _E4M3 (6), _E5M2 (7), _I8 (8), _Q8_0 (9), _Q4_0 (10), _MLA656 (11) or \
+                           _MLA656_LATENT (12)";
             return Err(bad(argument, number, allowed));
         }
     })
@@ -171,6 +174,8 @@ fn dtype_number(dtype: DType) -> i32 {
         DType::I8 => Known::I8,
         DType::Q8_0 => Known::Q8_0,
         DType::Q4_0 => Known::Q4_0,
+        DType::Mla656 => Known::Mla656,
+        DType::Mla656Latent => Known::Mla656Latent,
         other => unreachable!("no operand of the C interface has element type {other}"),
     }) as i32
 }

@@ -59,6 +59,13 @@ pub enum DType {
     /// A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes, of which byte
     /// i holds value i in its low and value i + 16 in its high four bits, each plus 8.
     Q4_0 = 10,
+    /// A row of a latent cache, 576 values in 656 bytes, as serving engines store it: 512 E4M3
+    /// codes, 4 f32 scales, one per 128 codes, and 64 bf16 rotary dims. The row is the element,
+    /// aligned to 4 bytes: a head dim of 576 is a last dimension of 1. Keys only, with
+    /// `REGARD_VALUES_KEY_PREFIX`.
+    Mla656 = 11,
+    /// The first 512 values of rows of MLA656: the type of values over such keys, in problems.
+    Mla656Latent = 12,
 }
 
 /// Kinds of device: the `kind` of a device.
@@ -185,7 +192,8 @@ pub struct Operands {
     pub q: *const Tensor,
     /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
     /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, for any
-    /// type of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
+    /// type of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32, and of MLA656 it is
+    /// 1. Required.
     pub k: *const Tensor,
     /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
     /// `REGARD_VALUES_KEY_PREFIX`.

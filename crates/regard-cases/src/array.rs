@@ -1,7 +1,7 @@
 //! Owned tensors.
 
 use half::{bf16, f16};
-use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
+use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656, i8_from_f32};
 use regard::{DType, Error, Tensor, TensorMut};
 use std::sync::Arc;
 
@@ -21,6 +21,7 @@ pub enum Data {
     I8(Arc<Vec<i8>>),
     Q8_0(Arc<Vec<BlockQ8_0>>),
     Q4_0(Arc<Vec<BlockQ4_0>>),
+    Mla656(Arc<Vec<Mla656>>),
 }
 
 /// Calls the body with the elements bound to a name, whatever their type.
@@ -37,6 +38,7 @@ macro_rules! with_elements {
             Data::I8($elements) => $body,
             Data::Q8_0($elements) => $body,
             Data::Q4_0($elements) => $body,
+            Data::Mla656($elements) => $body,
         }
     };
 }
@@ -50,13 +52,14 @@ macro_rules! from_vec {
 }
 from_vec!(
     f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, u8 => Bool,
-    E4m3 => E4M3, E5m2 => E5M2, i8 => I8, BlockQ8_0 => Q8_0, BlockQ4_0 => Q4_0
+    E4m3 => E4M3, E5m2 => E5M2, i8 => I8, BlockQ8_0 => Q8_0, BlockQ4_0 => Q4_0,
+    Mla656 => Mla656
 );
 
-/// The elements of blocks, 32 numbers each; what does not fill a block is dropped.
-fn blocks<T>(
+/// The elements of blocks of several numbers each; what does not fill a block is dropped.
+fn blocks<const VALUES: usize, T>(
     numbers: impl Iterator<Item = f64>,
-    one: impl Fn(&[f32; BLOCK_VALUES]) -> T,
+    one: impl Fn(&[f32; VALUES]) -> T,
 ) -> Vec<T> {
     let numbers: Vec<f32> = numbers.map(|x| x as f32).collect();
     numbers.as_chunks().0.iter().map(one).collect()
@@ -76,6 +79,7 @@ impl Data {
             Data::I8(_) => DType::I8,
             Data::Q8_0(_) => DType::Q8_0,
             Data::Q4_0(_) => DType::Q4_0,
+            Data::Mla656(_) => DType::Mla656,
         }
     }
 
@@ -90,7 +94,7 @@ impl Data {
     }
 
     /// These numbers, rounded to a type: `i32` are cut, and any number but 0 is true. Blocks take
-    /// 32 numbers each.
+    /// as many numbers as they have values.
     pub fn from_numbers(dtype: DType, numbers: impl Iterator<Item = f64>) -> Data {
         match dtype {
             DType::F32 => numbers.map(|x| x as f32).collect::<Vec<_>>().into(),
@@ -103,6 +107,7 @@ impl Data {
             DType::I8 => numbers.map(|x| i8_from_f32(x as f32)).collect::<Vec<_>>().into(),
             DType::Q8_0 => blocks(numbers, BlockQ8_0::from_f32).into(),
             DType::Q4_0 => blocks(numbers, BlockQ4_0::from_f32).into(),
+            DType::Mla656 => blocks(numbers, Mla656::from_f32).into(),
             other => unreachable!("an element type of no tensor: {other}"),
         }
     }
@@ -132,6 +137,7 @@ impl Data {
                 BlockQ4_0 { scale: f16::from_le_bytes([bytes[0], bytes[1]]), nibbles }
             })
             .into(),
+            DType::Mla656 => each(bytes, |bytes| Mla656::from_bytes(&bytes)).into(),
             other => unreachable!("an element type of no tensor: {other}"),
         }
     }
@@ -159,6 +165,7 @@ impl Data {
                     |block: &BlockQ4_0| block.scale.to_le_bytes().into_iter().chain(block.nibbles);
                 elements.iter().flat_map(bytes).collect()
             }
+            Data::Mla656(elements) => elements.iter().flat_map(|row| row.to_bytes()).collect(),
         }
     }
 }
@@ -170,6 +177,8 @@ pub struct Array {
     offset: usize,
     shape: Vec<usize>,
     strides: Option<Vec<i64>>,
+    /// Whether it looks at the first values of rows of `mla656` only.
+    is_latent: bool,
 }
 
 impl Array {
@@ -178,7 +187,13 @@ impl Array {
     /// # Errors
     /// If the shape has another number of elements.
     pub fn new(data: impl Into<Data>, shape: &[usize]) -> Result<Array, Error> {
-        let array = Array { data: data.into(), offset: 0, shape: shape.to_vec(), strides: None };
+        let array = Array {
+            data: data.into(),
+            offset: 0,
+            shape: shape.to_vec(),
+            strides: None,
+            is_latent: false,
+        };
         array.view()?;
         Ok(array)
     }
@@ -200,7 +215,8 @@ impl Array {
                 format!("at most {} elements", data.len()),
             ));
         }
-        let array = Array { data, offset, shape: shape.to_vec(), strides: Some(strides.to_vec()) };
+        let (shape, strides) = (shape.to_vec(), Some(strides.to_vec()));
+        let array = Array { data, offset, shape, strides, is_latent: false };
         array.view()?;
         Ok(array)
     }
@@ -217,6 +233,7 @@ impl Array {
             offset,
             shape: view.shape().to_vec(),
             strides: Some(view.strides().to_vec()),
+            is_latent: view.dtype() == DType::Mla656Latent,
         })
     }
 
@@ -225,12 +242,12 @@ impl Array {
     pub fn unwritten(dtype: DType, shape: &[usize]) -> Array {
         let length = shape.iter().product::<usize>();
         let data = Data::from_numbers(dtype, std::iter::repeat_n(f64::NAN, length));
-        Array { data, offset: 0, shape: shape.to_vec(), strides: None }
+        Array { data, offset: 0, shape: shape.to_vec(), strides: None, is_latent: false }
     }
 
     /// The element type.
     pub fn dtype(&self) -> DType {
-        self.data.dtype()
+        if self.is_latent { DType::Mla656Latent } else { self.data.dtype() }
     }
 
     /// The shape.
@@ -248,9 +265,11 @@ impl Array {
     /// # Errors
     /// If the array has more dimensions than a tensor can have.
     pub fn view(&self) -> Result<Tensor<'_>, Error> {
-        with_elements!(&self.data, elements => {
-            Tensor::from_slice(&elements[self.offset..], &self.shape, self.strides.as_deref())
-        })
+        let strides = self.strides.as_deref();
+        let view = with_elements!(&self.data, elements => {
+            Tensor::from_slice(&elements[self.offset..], &self.shape, strides)
+        })?;
+        if self.is_latent { view.prefix(Mla656::LATENT_VALUES) } else { Ok(view) }
     }
 
     /// A view of the same elements with another shape and strides.
@@ -265,7 +284,7 @@ impl Array {
     /// # Errors
     /// As [`Array::view`].
     pub fn view_mut(&mut self) -> Result<TensorMut<'_>, Error> {
-        let Array { data, offset, shape, strides } = self;
+        let Array { data, offset, shape, strides, .. } = self;
         with_elements!(data, elements => {
             let elements = &mut Arc::make_mut(elements)[*offset..];
             TensorMut::from_slice(elements, shape, strides.as_deref())
@@ -285,10 +304,11 @@ impl Array {
                 places.push(self.offset.wrapping_add_signed(steps.sum::<i64>() as isize));
             });
         }
-        with_elements!(&self.data, elements => {
+        let kept = with_elements!(&self.data, elements => {
             let kept: Vec<_> = places.iter().map(|&place| elements[place]).collect();
             Array::new(kept, &self.shape)
-        })
+        })?;
+        Ok(Array { is_latent: self.is_latent, ..kept })
     }
 
     /// All values in row-major order, as numbers ([`Tensor::at`]).
@@ -339,8 +359,8 @@ mod tests {
 
     #[test]
     fn bytes_come_back() {
-        use DType::{BF16, Bool, E4M3, E5M2, F16, F32, I8, I32, Q4_0, Q8_0};
-        for dtype in [F32, F16, BF16, I32, Bool, E4M3, E5M2, I8, Q8_0, Q4_0] {
+        use DType::{BF16, Bool, E4M3, E5M2, F16, F32, I8, I32, Mla656, Q4_0, Q8_0};
+        for dtype in [F32, F16, BF16, I32, Bool, E4M3, E5M2, I8, Q8_0, Q4_0, Mla656] {
             let numbers = [0.0, 1.0, 1.0].into_iter().cycle().take(3 * dtype.values());
             let data = Data::from_numbers(dtype, numbers);
             let again = Data::from_le_bytes(dtype, &data.to_le_bytes());

@@ -178,7 +178,7 @@ fn serialize<'a>(
             DType::E4M3 => Dtype::F8_E4M3,
             DType::E5M2 => Dtype::F8_E5M2,
             DType::I8 => Dtype::I8,
-            DType::Q8_0 | DType::Q4_0 => Dtype::U8,
+            DType::Q8_0 | DType::Q4_0 | DType::Mla656 => Dtype::U8,
             other => {
                 return Err(Error::argument(
                     name,
@@ -342,7 +342,7 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
 
 /// Keys or values that a file holds as bytes, as the blocks that they are.
 fn blocks(name: &str, bytes: &Array, format: &Value) -> Result<Array, Error> {
-    let formats = [("q8_0", DType::Q8_0), ("q4_0", DType::Q4_0)];
+    let formats = [("q8_0", DType::Q8_0), ("q4_0", DType::Q4_0), ("mla656", DType::Mla656)];
     let dtype = word(&format!("{name}_format"), format, &formats)?;
     let size = dtype.size();
     let mut shape = bytes.shape().to_vec();

@@ -105,14 +105,17 @@ pub fn describe(text: &str) -> Result<Described, Error> {
     let dtype = words.dtype("dtype", &FLOATS)?.unwrap_or(DType::F32);
     let tree = words.flag("tree")?;
     let ragged = words.flag("ragged")?;
-    let both = words.dtype("kv", &CACHE_DTYPES)?;
-    let stored = |key: &str| match (words.dtype(key, &CACHE_DTYPES)?, both) {
+    // Values that are a prefix of the keys have the type that follows from theirs.
+    let caches: Vec<_> =
+        CACHE_DTYPES.into_iter().filter(|&dtype| dtype != DType::Mla656Latent).collect();
+    let both = words.dtype("kv", &caches)?;
+    let stored = |key: &str| match (words.dtype(key, &caches)?, both) {
         (Some(dtype), Some(_)) => {
             Err(Error::argument(key, format!("{dtype}, given with kv"), "one of the two"))
         }
         (own, both) => Ok(own.or(both).unwrap_or(dtype)),
     };
-    let problem = Problem {
+    let mut problem = Problem {
         batch,
         query_heads,
         kv_heads: words.number("hkv")?.unwrap_or(query_heads),
@@ -154,6 +157,9 @@ pub fn describe(text: &str) -> Result<Described, Error> {
         lse: words.flag("lse")?,
         batch_invariant: words.flag("invariant")?,
     };
+    if problem.values == Values::KeyPrefix && problem.value_dtype == problem.key_dtype {
+        problem.value_dtype = problem.key_dtype.of_prefix(problem.value_dim);
+    }
     problem.validate()?;
     let granularity = words.granularity(&problem)?;
     let shared = words.shared(&problem)?;

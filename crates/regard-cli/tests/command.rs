@@ -99,6 +99,12 @@ fn plan_answers_for_machines_here_and_elsewhere() {
     assert!(shown.contains("bf16 over i8/q4_0"), "{shown}");
     regard(&["plan", "--shape", "hq=4 d=40 lq=1 kv=q8_0"]).failed(2, &["multiple of 32"]);
 
+    let rows = "hq=16 hkv=1 d=576 dv=512 lq=1 lk=4096 dtype=bf16 latent kv=mla656";
+    let plan = regard(&["plan", "--shape", rows, "--machine", "h200", "--json"]).json();
+    assert_eq!(plan["problem"]["value_dtype"], "mla656_latent");
+    let separate = "hq=16 hkv=1 d=576 lq=1 kv=mla656";
+    regard(&["plan", "--shape", separate]).failed(2, &["key_dtype", "whose prefix"]);
+
     let endless = "hq=1 d=64 lq=1 lk=2147483647 dtype=bf16";
     let refusal = regard(&["plan", "--shape", endless, "--machine", "h200"]);
     refusal.failed(3, &["cannot run on h200", "CUDA kernels take up to"]);

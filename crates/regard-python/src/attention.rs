@@ -87,7 +87,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// value_dim: Dv, with None for v: values are the first Dv dims of k (the latent cache of MLA), and
 ///     the scales and the format of k are theirs.
 /// kv_format: how bytes of k and v are meant: "e4m3", "e5m2", "i8", or "q8_0" and "q4_0" as GGUF
-///     stores them, with D / 32 * 34 or D / 32 * 18 bytes in the last dimension.
+///     stores them, with D / 32 * 34 or D / 32 * 18 bytes in the last dimension. Of a latent cache
+///     (`value_dim`) also "mla656": rows of 656 bytes of 576 values.
 /// k_format, v_format: of one of them, in the place of kv_format.
 /// scale: multiplies scores; 1 / sqrt(Dk) if None.
 /// causal: keys after the query's position are hidden.

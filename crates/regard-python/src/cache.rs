@@ -191,10 +191,10 @@ pub fn append<'py>(
 ///
 /// key: `[total, Hkv, Dk]`, of f32, f16 or bf16.
 /// key_pool: `[blocks, block_size, Hkv, Dk]`, of the same type, or of a format of 8 or 4 bits;
-///     written.
+///     written. Of "mla656" the last dimension is the 656 bytes of a row.
 /// block_table, kv_lens, cu_seqlens, interleaved, k_scales, kv_format, k_format, kv_layout, stream:
 ///     as for `append`.
-/// dynamic_k_scales: as for `append`; on the CPU only.
+/// dynamic_k_scales: as for `append`.
 /// rotary_table: as for `append`; as many of the last dims are rotated as it has.
 /// query: `[total, Hq, Dk]`, whose last dims are rotated in place.
 #[pyfunction]

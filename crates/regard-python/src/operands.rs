@@ -568,8 +568,9 @@ pub fn format(argument_name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<
         "i8" => Ok(Some(DType::I8)),
         "q8_0" => Ok(Some(DType::Q8_0)),
         "q4_0" => Ok(Some(DType::Q4_0)),
+        "mla656" => Ok(Some(DType::Mla656)),
         _ => {
-            let allowed = "\"e4m3\", \"e5m2\", \"i8\", \"q8_0\" or \"q4_0\"";
+            let allowed = "\"e4m3\", \"e5m2\", \"i8\", \"q8_0\", \"q4_0\" or \"mla656\"";
             Err(argument(argument_name, value.repr()?, allowed).into())
         }
     }

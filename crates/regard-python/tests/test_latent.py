@@ -74,6 +74,31 @@ def test_codes_and_blocks(latent):
     refused("`v_format` is given", q, stored, value_dim=32, k_format="q8_0", v_format="q4_0")
 
 
+def test_rows_of_656_bytes(normal):
+    q, rows = normal(2, 3, HEADS, 576), normal(8, 1, 576)
+    # As append writes them: four groups of codes with a scale each, then bf16.
+    groups = rows[..., :512].reshape(8, 1, 4, 128)
+    scales = np.abs(groups).max(-1) / np.float32(448)
+    codes = (groups / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    rotary = rows[..., 512:].astype(ml_dtypes.bfloat16)
+    parts = [codes.reshape(8, 1, 512), scales, rotary]
+    stored = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], -1)
+    latent = (codes.astype(np.float32) * scales[..., None]).reshape(8, 1, 512)
+    numbers = np.concatenate([latent, rotary.astype(np.float32)], -1)
+
+    pool, table, lens = np.zeros((3, 4, 1, 656), np.uint8), np.array([[2, 0]], np.int32), [8]
+    regard.append_latent(rows, pool, table, lens, kv_format="mla656")
+    assert (np.concatenate([pool[2], pool[0]]) == stored).all() and not pool[1].any()
+    for value_dim in (512, 576):
+        k = np.stack([stored] * 2)
+        found = regard.attention(q, k, None, value_dim=value_dim, kv_format="mla656")
+        dense = np.stack([numbers] * 2)
+        reference.agrees(found, q, dense, dense[..., :value_dim])
+    refused("`value_dim` is 448 over keys", q, k, value_dim=448, kv_format="mla656")
+    with pytest.raises(regard.ArgumentError, match="mla656 with values Separate"):
+        regard.attention(q, k, k, kv_format="mla656")
+
+
 def test_operators(latent):
     torch = pytest.importorskip("torch")
     import regard.torch

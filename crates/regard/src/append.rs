@@ -275,6 +275,12 @@ impl<M: Memory> Append<'_, M> {
                 pool_dtype == dtype || pool_dtype.is_code() || pool_dtype.is_block(),
                 format_args!("{dtype}, e4m3, e5m2, i8, q8_0 or q4_0"),
             )?;
+            expect(
+                name,
+                format_args!("of type {pool_dtype} with values of their own"),
+                !(has_values && pool_dtype.is_latent_row()) && pool_dtype != DType::Mla656Latent,
+                "mla656 in an append to a latent cache only",
+            )?;
             let values = pool_dtype.values();
             expect(
                 name,

@@ -1,6 +1,6 @@
 //! Types of elements: what queries, keys, values, masks and tables hold.
 
-use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656};
 use half::{bf16, f16};
 use std::fmt;
 
@@ -28,6 +28,12 @@ pub enum DType {
     Q8_0,
     /// [`BlockQ4_0`]: 32 values of a cache in 18 bytes.
     Q4_0,
+    /// [`Mla656`]: a row of a latent cache, 576 values in 656 bytes. The values of attention are a
+    /// [prefix](crate::Tensor::prefix) of it.
+    Mla656,
+    /// The first 512 values of a row of [`Mla656`]: the type of `k.prefix(512)`. An element takes
+    /// the 656 bytes of the row that it is a part of.
+    Mla656Latent,
 }
 
 impl DType {
@@ -39,18 +45,44 @@ impl DType {
             DType::Bool | DType::E4M3 | DType::E5M2 | DType::I8 => 1,
             DType::Q8_0 => size_of::<BlockQ8_0>(),
             DType::Q4_0 => size_of::<BlockQ4_0>(),
+            DType::Mla656 | DType::Mla656Latent => size_of::<Mla656>(),
         }
     }
 
     /// Alignment of an element, in bytes.
     pub fn alignment(self) -> usize {
-        if self.is_block() { align_of::<f16>() } else { self.size() }
+        match self {
+            DType::Q8_0 | DType::Q4_0 => align_of::<f16>(),
+            DType::Mla656 | DType::Mla656Latent => align_of::<Mla656>(),
+            _ => self.size(),
+        }
     }
 
-    /// Values per element: 32 in a block, else 1. A last dimension of `n` elements is a head dim of
-    /// `n` times that.
+    /// Values per element: 32 in a block of GGUF's, 576 in a row of [`Mla656`], else 1. A last
+    /// dimension of `n` elements is a head dim of `n` times that.
     pub fn values(self) -> usize {
-        if self.is_block() { BLOCK_VALUES } else { 1 }
+        match self {
+            DType::Q8_0 | DType::Q4_0 => BLOCK_VALUES,
+            DType::Mla656 => Mla656::VALUES,
+            DType::Mla656Latent => Mla656::LATENT_VALUES,
+            _ => 1,
+        }
+    }
+
+    /// The type of the first `values` values of rows of this type, as
+    /// [`Tensor::prefix`](crate::Tensor::prefix) views them: [`DType::Mla656Latent`] for 512 values
+    /// of [`DType::Mla656`], else the same.
+    pub fn of_prefix(self, values: usize) -> DType {
+        match self {
+            DType::Mla656 if values == Mla656::LATENT_VALUES => DType::Mla656Latent,
+            _ => self,
+        }
+    }
+
+    /// Whether elements are whole rows of a latent cache, which only exist where values are a
+    /// prefix of the keys.
+    pub fn is_latent_row(self) -> bool {
+        matches!(self, DType::Mla656 | DType::Mla656Latent)
     }
 
     /// Whether queries and outputs can have this type.
@@ -65,7 +97,7 @@ impl DType {
 
     /// Whether an element is a block of values with its own scale.
     pub fn is_block(self) -> bool {
-        matches!(self, DType::Q8_0 | DType::Q4_0)
+        self.values() > 1
     }
 
     /// The largest magnitude of a code; 0 for types that are none.
@@ -90,7 +122,7 @@ impl DType {
     }
 
     /// The lower-case name: `f32`, `f16`, `bf16`, `i32`, `bool`, `e4m3`, `e5m2`, `i8`, `q8_0`,
-    /// `q4_0`.
+    /// `q4_0`, `mla656`, `mla656_latent`.
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -103,6 +135,8 @@ impl DType {
             DType::I8 => "i8",
             DType::Q8_0 => "q8_0",
             DType::Q4_0 => "q4_0",
+            DType::Mla656 => "mla656",
+            DType::Mla656Latent => "mla656_latent",
         }
     }
 }
@@ -137,7 +171,8 @@ macro_rules! elements {
 }
 elements!(
     f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, bool => Bool, u8 => Bool,
-    E4m3 => E4M3, E5m2 => E5M2, i8 => I8, BlockQ8_0 => Q8_0, BlockQ4_0 => Q4_0
+    E4m3 => E4M3, E5m2 => E5M2, i8 => I8, BlockQ8_0 => Q8_0, BlockQ4_0 => Q4_0,
+    Mla656 => Mla656
 );
 
 impl Float for f32 {

@@ -7,10 +7,15 @@
 //! | `i8` | 1 | the code, -127 to 127 |
 //! | [`BlockQ8_0`] | 32 | code times the block's scale, -127 to 127, as GGUF stores it |
 //! | [`BlockQ4_0`] | 32 | code times the block's scale, -8 to 7, as GGUF stores it |
+//! | [`Mla656`] | 576 | 512 `e4m3` codes times one scale per 128, then 64 `bf16` numbers |
 //!
 //! Codes of 8 bits have scales in a separate tensor
 //! ([`Attention::k_scales`](crate::Attention::k_scales)). The arithmetic here is scalar, and the
 //! reference for the kernels of all backends.
+
+mod mla656;
+
+pub use mla656::Mla656;
 
 use half::f16;
 

@@ -41,7 +41,7 @@ pub const MAX_LEN: usize = i32::MAX as usize;
 pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
 
 /// The types that keys and values can have in a cache.
-pub const CACHE_DTYPES: [DType; 8] = [
+pub const CACHE_DTYPES: [DType; 10] = [
     DType::F32,
     DType::F16,
     DType::BF16,
@@ -50,6 +50,8 @@ pub const CACHE_DTYPES: [DType; 8] = [
     DType::I8,
     DType::Q8_0,
     DType::Q4_0,
+    DType::Mla656,
+    DType::Mla656Latent,
 ];
 
 /// Whether a head dim is a multiple of a type's elements.
@@ -323,8 +325,10 @@ impl Problem {
         whole_blocks("value_dim", self.value_dim, self.value_dtype)?;
         if self.values == Values::KeyPrefix {
             one_of("value_dim", self.value_dim, 1..self.head_dim + 1)?;
-            expect_dtype("value_dtype", self.value_dtype, &[self.key_dtype])?;
+            let values = self.key_dtype.of_prefix(self.value_dim);
+            expect_dtype("value_dtype", self.value_dtype, &[values])?;
         }
+        self.validate_latent_rows()?;
         expect_dtype("out_dtype", self.out_dtype, &[self.dtype, DType::F32])?;
         self.validate_lists()?;
         if self.variant.key_positions.is_some() && self.variant.tree {

@@ -4,12 +4,13 @@
 //! - `e4m3`, `e5m2`, `i8`: the code nearest to `x / scale`, ties to even, saturated.
 //!   A scale of 0 makes every code 0.
 //! - `q8_0`, `q4_0`: blocks of 32 values with an `f16` scale, rounded as GGUF rounds them.
-//! - A NaN stays where it is: its `e4m3` or `e5m2` code is NaN, the scale of its `q8_0` or `q4_0`
-//!   block is NaN, and so is the dynamic scale of its `i8` row.
-//!   `i8` under a given scale has no NaN: the code is 0.
+//! - `mla656`: `e4m3` codes under a dynamic scale per 128 values, and rotary dims in `bf16`.
+//! - A NaN stays where it is: its `e4m3`, `e5m2` or `bf16` is NaN, the scale of its `q8_0` or
+//!   `q4_0` block is NaN, and so is the dynamic scale of its `i8` row. `i8` under a given scale has
+//!   no NaN: the code is 0.
 
 use crate::dtype::DType;
-use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656, i8_from_f32};
 
 /// The scale that maps the largest magnitude of a row to the largest code of `format`: 0 for a row
 /// of zeros, at most `f32::MAX / format.largest_code()`. NaNs are passed over, but make a scale of
@@ -49,9 +50,18 @@ pub fn quantize_row(row: &[f32], format: DType, scale: f32, codes: &mut [u8]) {
 /// Writes the blocks of a row, as bytes.
 ///
 /// # Panics
-/// If `format` is not `q8_0` or `q4_0`, if the row is not a multiple of 32 values, or if there is
-/// not exactly room for its blocks.
+/// If `format` is not `q8_0`, `q4_0` or `mla656`, if the row is not a multiple of the values of a
+/// block, or if there is not exactly room for its blocks.
 pub fn quantize_blocks(row: &[f32], format: DType, blocks: &mut [u8]) {
+    if format == DType::Mla656 {
+        let (rows, rest) = row.as_chunks::<{ Mla656::VALUES }>();
+        assert!(rest.is_empty(), "whole rows of 576 values");
+        assert_eq!(blocks.len(), rows.len() * format.size(), "room for the rows");
+        for (values, bytes) in rows.iter().zip(blocks.chunks_exact_mut(format.size())) {
+            bytes.copy_from_slice(&Mla656::from_f32(values).to_bytes());
+        }
+        return;
+    }
     let (values, rest) = row.as_chunks::<BLOCK_VALUES>();
     assert!(rest.is_empty(), "whole blocks of 32 values");
     assert_eq!(blocks.len(), values.len() * format.size(), "room for the blocks");

@@ -10,7 +10,7 @@ mod columns;
 
 use crate::dtype::{DType, Element};
 use crate::error::Error;
-use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
+use crate::format::{BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656};
 use crate::memory::{Host, Memory};
 use half::{bf16, f16};
 use std::fmt;
@@ -435,6 +435,14 @@ impl<'a> Tensor<'a> {
                     let from = self.data.cast::<BlockQ4_0>().offset(start);
                     gather_blocks(from, step, skip, row, |block| block.to_f32());
                 }
+                DType::Mla656 => {
+                    let from = self.data.cast::<Mla656>().offset(start);
+                    gather_blocks(from, step, skip, row, |record| record.to_f64());
+                }
+                DType::Mla656Latent => {
+                    let from = self.data.cast::<Mla656>().offset(start);
+                    gather_blocks(from, step, skip, row, |record| record.latent_to_f64());
+                }
             }
         }
     }
@@ -480,12 +488,12 @@ unsafe fn gather<T: Copy>(from: *const T, step: isize, row: &mut [f64], number: 
 ///
 /// # Safety
 /// The blocks of these values, from `from` on, `step` apart, are initialized and aligned.
-unsafe fn gather_blocks<T: Copy>(
+unsafe fn gather_blocks<T: Copy, X: Copy + Into<f64>, const VALUES: usize>(
     from: *const T,
     step: isize,
     skip: usize,
     row: &mut [f64],
-    values: impl Fn(T) -> [f32; BLOCK_VALUES],
+    values: impl Fn(T) -> [X; VALUES],
 ) {
     let mut left = row.iter_mut();
     let mut skip = skip;
@@ -498,7 +506,7 @@ unsafe fn gather_blocks<T: Copy>(
         // The block first: `zip` takes one from its first iterator before it sees the end of the
         // second.
         for (value, x) in block[skip..].iter().zip(left.by_ref()) {
-            *x = f64::from(*value);
+            *x = (*value).into();
         }
         skip = 0;
     }

@@ -9,8 +9,8 @@ mod numbers;
 mod quantized_appends;
 
 use regard::cpu::{Cpu, Inline};
-use regard::format::{BlockQ8_0, E4m3};
-use regard::{Append, AppendScales, Element, Tensor, TensorMut};
+use regard::format::{BlockQ8_0, E4m3, Mla656};
+use regard::{Append, AppendLatent, AppendScales, Element, Tensor, TensorMut};
 
 #[test]
 fn every_format_is_written_as_the_reference_has_it() {
@@ -75,8 +75,47 @@ fn bad_scales_are_named() {
         "`k_scales` is f32[1, 1, 1]; allowed: f32[1, 2, 1] ([blocks, block_size, Hkv])",
     );
     starts(
+        refusal::<Mla656, f32>(576, None, None),
+        "`key_pool` is of type mla656 with values of their own; allowed: \
+         mla656 in an append to a latent cache only",
+    );
+    starts(
         refusal::<f32, BlockQ8_0>(48, None, None),
         "`value_pool` is of q8_0 for a head dim of 48; allowed: \
          head dims that are a multiple of 32",
     );
+}
+
+/// Appends two rows to a latent cache of `mla656`.
+fn append_rows(rows: &[f32], dim: usize, pool: &mut [Mla656]) -> Result<(), regard::Error> {
+    let (lens, table) = ([3], [1, 0]);
+    let slots = pool.len() / 2;
+    Cpu::new()?.append_latent(&mut AppendLatent {
+        key: Tensor::new(rows, [2, 1, dim])?,
+        key_pool: TensorMut::new(pool, [2, slots, 1, 1])?,
+        k_scales: None,
+        block_table: Some(Tensor::new(&table, [1, 2])?),
+        kv_lens: Tensor::from(&lens),
+        cu_seqlens: None,
+        rotary: None,
+    })
+}
+
+#[test]
+fn latent_rows_are_written_as_the_format_has_them() {
+    let rows: Vec<f32> = (0..2 * 576).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
+    let mut pool = [Mla656::default(); 4];
+    append_rows(&rows, 576, &mut pool).expect("sound operands");
+    let new = rows.as_chunks().0;
+    // Positions 1 and 2: the second slot of page 1, and the first of page 0.
+    let expected = [
+        Mla656::from_f32(&new[1]),
+        Mla656::default(),
+        Mla656::default(),
+        Mla656::from_f32(&new[0]),
+    ];
+    assert_eq!(pool, expected);
+    let error = append_rows(&rows[..2 * 512], 512, &mut pool).expect_err("512 dims").to_string();
+    let allowed = "allowed: head dims that are a multiple of 576";
+    assert_eq!(error, format!("`key_pool` is of mla656 for a head dim of 512; {allowed}"));
 }

@@ -388,7 +388,8 @@ fn no_cache_is_refused() {
 
 /// What keys or values of that head dim can be stored in.
 fn formats(dim: usize) -> impl Iterator<Item = DType> {
-    CACHE_DTYPES.into_iter().filter(move |dtype| !dtype.is_block() || dim.is_multiple_of(32))
+    let fits = move |dtype: &DType| !dtype.is_latent_row() && dim.is_multiple_of(dtype.values());
+    CACHE_DTYPES.into_iter().filter(fits)
 }
 
 /// No head dim is refused over any cache, with the shared memory of a consumer GPU either.

@@ -4,6 +4,7 @@ mod expect;
 mod support;
 
 use expect::expect;
+use regard::format::Mla656;
 use regard::{
     Attention, DType, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem, Tensor, TensorMut,
     Values,
@@ -30,7 +31,9 @@ fn with_own_values(case: &Case) -> Case {
 /// on the order of heads and tokens in memory, which a copy without gaps may change.)
 #[test]
 fn a_copy_of_the_values_gives_the_same_bits() {
-    let is_latent = |spec: &Spec| spec.values == Values::KeyPrefix;
+    // Rows of mla656 have no copy: they are latent or nothing.
+    let is_latent =
+        |spec: &Spec| spec.values == Values::KeyPrefix && !spec.key_dtype().is_latent_row();
     let specs: Vec<_> = list::list_with_caches().filter(is_latent).collect();
     assert!(specs.len() > 100, "{} latent cases", specs.len());
     let machines = support::machines();
@@ -146,4 +149,36 @@ fn plans_say_where_values_are() {
     expect(Plan::new(&wide, &machine).unwrap_err(), "value_dim", "576", "1..=512");
     let mixed = Problem { value_dtype: DType::F16, ..latent };
     expect(Plan::new(&mixed, &machine).unwrap_err(), "value_dtype", "f16", "bf16");
+}
+
+#[test]
+fn rows_of_656_bytes_are_keys_with_a_prefix() {
+    let (queries, rows) = (vec![0.5f32; 4 * 576], vec![Mla656::from_f32(&[0.25; 576]); 40]);
+    let q = Tensor::new(&queries, [1, 1, 4, 576]).unwrap();
+    let k = Tensor::new(&rows[..20], [1, 20, 1, 1]).unwrap();
+    for value_dim in [512, 576] {
+        run(&Inputs::latent(q, k, value_dim, Attention::causal()).unwrap(), value_dim).unwrap();
+    }
+    let v = k.prefix(512).unwrap();
+    assert_eq!((v.dtype(), v.shape()), (DType::Mla656Latent, k.shape()));
+    let said = Attention { values: Values::KeyPrefix, ..Attention::causal() };
+
+    expect(k.prefix(500).unwrap_err(), "prefix", "500 values of mla656", "512 or 576");
+    let cut = Inputs::latent(q, k, 448, Attention::causal()).map(|_| ());
+    expect(cut.unwrap_err(), "value_dim", "448 over keys mla656[1, 20, 1, 1]", "whole blocks");
+    let elsewhere = Tensor::new(&rows[20..], [1, 20, 1, 1]).unwrap().prefix(512).unwrap();
+    let other = Inputs::new(q, k, elsewhere, said);
+    expect(run(&other, 512).unwrap_err(), "v", "in other memory", "the first dims of `k`");
+    let allowed = "whose prefix the values are";
+    let separate = Inputs::new(q, k, v, Attention::causal());
+    expect(run(&separate, 512).unwrap_err(), "key_dtype", "mla656 with values Separate", allowed);
+    let keys = Tensor::new(&queries, [1, 4, 1, 576]).unwrap();
+    let of_floats = Inputs::new(q, keys, v, Attention::causal());
+    assert!(run(&of_floats, 512).is_err());
+    let values = Problem { value_dtype: DType::Mla656, kv_len: 9, ..Problem::new(DType::F32, 576) };
+    expect(values.validate().unwrap_err(), "value_dtype", "mla656 with values Separate", allowed);
+    let scales = Tensor::new(&[1f32], [1, 1, 1]).unwrap();
+    let scaled = Attention { k_scales: Some(scales), ..Attention::causal() };
+    let scaled = Inputs::latent(q, k, 512, scaled).unwrap();
+    expect(run(&scaled, 512).unwrap_err(), "k_scales", "given", "none: `k` is mla656");
 }

@@ -106,7 +106,8 @@ fn a_dense_cache_takes_new_tokens() {
     quantized_appends::check_dense_cache(&mut |append| append_by(&mut library, append));
 }
 
-/// The kernel writes the rotary dims of a latent row and the others apart; the CPU writes rows.
+/// The kernel writes the rotary dims of a latent row that is not quantized and the others apart;
+/// the CPU writes rows.
 #[test]
 fn latent_rows_have_the_bits_that_the_cpu_writes() {
     let Some(compiler) = compiler() else { return };
@@ -114,55 +115,67 @@ fn latent_rows_have_the_bits_that_the_cpu_writes() {
         return;
     }
     let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
-    for dtype in [DType::F16, DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0] {
+    let given = [DType::F16, DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0];
+    let given = given.map(|dtype| (dtype, 96, false));
+    let others = [
+        (DType::Mla656, 576, false),
+        (DType::E4M3, 576, true),
+        (DType::E5M2, 96, true),
+        (DType::I8, 96, true),
+    ];
+    for trial in given.into_iter().chain(others) {
         for rotates in [false, true] {
-            let (pool, query) =
-                latent_append(dtype, rotates, |append| Cpu::new()?.append_latent(append));
-            let found = latent_append(dtype, rotates, |append| {
+            let expected =
+                latent_append(trial, rotates, |append| Cpu::new()?.append_latent(append));
+            let found = latent_append(trial, rotates, |append| {
                 let dispatch = metal::append_latent(&mut latent_on_metal(append)?)?;
                 let dispatch = dispatch.expect("new rows");
                 run(&mut library, &dispatch, 3).unwrap_or_else(|why| panic!("{why}"));
                 Ok(())
             });
-            assert_eq!(found, (pool, query), "{dtype}, rotated: {rotates}");
+            assert_eq!(found, expected, "{trial:?}, rotated: {rotates}");
         }
     }
 }
 
-/// The bytes of a pool of this type, and of queries, after `run` has appended 4 rows of 96 dims to
-/// each of two sequences.
+/// The bytes of a pool of this type, of its dynamic scales and of queries, after `run` has appended
+/// 4 rows of `dim` dims to each of two sequences.
 fn latent_append(
-    dtype: DType,
+    (dtype, dim, is_dynamic): (DType, usize, bool),
     rotates: bool,
     run: impl FnOnce(&mut AppendLatent) -> Result<(), Error>,
-) -> (Vec<u16>, Vec<u16>) {
+) -> (Vec<u32>, Vec<u32>, Vec<u16>) {
     let numbers = |count: usize| -> Vec<f16> {
         (0..count).map(|i| f16::from_f32((i * 37 % 101) as f32 / 16.0 - 3.0)).collect()
     };
-    let (rows, mut query) = (numbers(8 * 96), numbers(8 * 3 * 96));
+    let (rows, mut query) = (numbers(8 * dim), numbers(8 * 3 * dim));
     let angles: Vec<f32> = (0..9 * 32).map(|i| (i as f32).sin()).collect();
-    let mut pool = vec![0x5a5au16; 5 * 4 * 96 / dtype.values() * dtype.size() / 2];
+    let mut pool = vec![0x5a5a_5a5au32; 5 * 4 * dim / dtype.values() * dtype.size() / 4];
+    let mut dynamic = [-5f32; 20];
     let scale = [0.03f32];
     let scales = Tensor::new(&scale, [1, 1, 1]).unwrap();
-    let shape = [5, 4, 1, 96 / dtype.values()];
-    // SAFETY: the memory is that long, aligned for 2 bytes, and used by this view alone.
+    let shape = [5, 4, 1, dim / dtype.values()];
+    // SAFETY: the memory is that long, aligned for 4 bytes, and used by this view alone.
     let key_pool =
         unsafe { TensorMut::from_raw(pool.as_mut_ptr().cast(), dtype, &shape, None).unwrap() };
     let mut append = AppendLatent {
-        key: Tensor::new(&rows, [8, 1, 96]).unwrap(),
+        key: Tensor::new(&rows, [8, 1, dim]).unwrap(),
         key_pool,
-        k_scales: dtype.is_code().then_some(AppendScales::Static(scales)),
+        k_scales: dtype.is_code().then(|| match is_dynamic {
+            true => AppendScales::Dynamic(TensorMut::new(&mut dynamic, [5, 4, 1]).unwrap()),
+            false => AppendScales::Static(scales),
+        }),
         block_table: Some(Tensor::new(&[3, 0, -1, 1, 4, 2], [2, 3]).unwrap()),
         kv_lens: Tensor::from(&[6, 9]),
         cu_seqlens: None,
         rotary: rotates.then(|| regard::Rotary {
             table: Tensor::new(&angles, [9, 32]).unwrap(),
             interleaved: false,
-            query: Some(TensorMut::new(&mut query, [8, 3, 96]).unwrap()),
+            query: Some(TensorMut::new(&mut query, [8, 3, dim]).unwrap()),
         }),
     };
     run(&mut append).unwrap();
-    (pool, query.into_iter().map(f16::to_bits).collect())
+    (pool, dynamic.map(f32::to_bits).to_vec(), query.into_iter().map(f16::to_bits).collect())
 }
 
 /// What `append` should leave: the cache with each new token in its place.

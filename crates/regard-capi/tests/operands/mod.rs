@@ -23,6 +23,8 @@ pub fn tensor(data: *mut u8, dims: &regard::Dims) -> Tensor {
         DType::I8 => types::DType::I8,
         DType::Q8_0 => types::DType::Q8_0,
         DType::Q4_0 => types::DType::Q4_0,
+        DType::Mla656 => types::DType::Mla656,
+        DType::Mla656Latent => types::DType::Mla656Latent,
         other => unreachable!("no random problem has elements of type {other}"),
     };
     let (mut shape, mut strides) = ([0; REGARD_MAX_RANK], [0; REGARD_MAX_RANK]);

@@ -52,7 +52,80 @@ pub(super) fn caches() -> Vec<Spec> {
             });
         }
     }
+    specs.extend(rows_of_656_bytes());
     specs
+}
+
+/// Rows of `mla656`: every type of queries, storage and feature over them, and values that are all
+/// of a row.
+fn rows_of_656_bytes() -> Vec<Spec> {
+    let storages = [
+        ("dense", Keys::Batched { slack: 3 }),
+        ("ragged", Keys::Ragged { slack: 1 }),
+        ("pages", paged(64)),
+        ("odd-pages", paged(7)),
+    ];
+    let lengths = [(1, 150), (3, 70), (40, 90)];
+    let mut specs = Vec::new();
+    for (i, (storage, keys)) in storages.into_iter().enumerate() {
+        for (j, dtype) in FLOATS.into_iter().enumerate() {
+            let (rows, kv_len) = lengths[(i + j) % 3];
+            let (query_heads, kv_heads) = [(16, 1), (4, 2), (128, 1), (1, 1)][(i + 2 * j) % 4];
+            let name = format!("latent/mla656-{storage}-{dtype}");
+            let spec = Spec {
+                keys,
+                kv_layout: if i % 2 == 1 { KvLayout::Hnd } else { KvLayout::Nhd },
+                ..mla656(name, dtype, if i == 3 && j == 1 { 576 } else { 512 })
+            };
+            let batch = [(rows, kv_len), (rows, 33), (rows, 0)];
+            let batch = if query_heads == 128 { &batch[..1] } else { &batch[..] };
+            specs.push(Spec {
+                causal: (i + j) % 2 == 0,
+                lse: j == 0,
+                core: i == 2,
+                ..spec.lengths(batch).heads(query_heads, kv_heads)
+            });
+        }
+    }
+    let lists = [
+        (ListEntries::Keys, Caches::default()),
+        (ListEntries::Slots, Caches::default()),
+        (ListEntries::Slots, Caches::Two { second: 20 }),
+        (ListEntries::NumberedPages, Caches::default()),
+    ];
+    for (i, (of, caches)) in lists.into_iter().enumerate() {
+        let name = format!("latent/mla656-listed-{of:?}-{i}").to_lowercase();
+        specs.push(Spec {
+            keys: paged(16),
+            causal: matches!(of, ListEntries::Keys | ListEntries::NumberedPages),
+            ..mla656(name, FLOATS[i % 3], 512).lengths(&[(2, 150), (2, 40)]).heads(8, 1).lists(
+                ListSpec { of, counts: i % 2 == 0, caches, ..ListSpec::new(70, Entries::Any) },
+            )
+        });
+    }
+    let featured = mla656("latent/mla656-features".into(), DType::BF16, 512);
+    specs.push(Spec {
+        keys: paged(16),
+        window: window(Some(40), Some(3)),
+        softcap: Some(20.0),
+        sinks: true,
+        alibi: true,
+        ..featured.lengths(&[(2, 200), (2, 50)]).heads(16, 1)
+    });
+    let masked = mla656("latent/mla656-masked".into(), DType::F32, 512);
+    let mask = Some(MaskSpec {
+        dtype: DType::Bool,
+        hide: Hide::Nothing,
+        broadcast: [false, true, false, false],
+    });
+    specs.push(Spec { mask, ..masked.lengths(&[(5, 90), (5, 20)]).heads(4, 1) });
+    specs
+}
+
+/// Queries of a type over rows of `mla656`.
+fn mla656(name: String, dtype: DType, value_dim: usize) -> Spec {
+    let cache = CacheSpec::new(DType::Mla656, Granularity::Token, Scales::Fitted);
+    Spec::new(name).latent(576, value_dim).dtype(dtype).cache(cache)
 }
 
 /// Every dims in every type: decoding, verifying and prefill.

@@ -157,7 +157,7 @@ fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
 }
 
 /// Values that are a prefix of the keys, in a tenth of the problems; half of these with the dims
-/// that models have.
+/// that models have, and some of those over rows of `mla656`.
 fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
     if !noise.one_in(10) {
         return spec;
@@ -170,6 +170,9 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
     if noise.one_in(2) {
         let dims = noise.pick(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
         (spec.head_dim, spec.value_dim) = dims;
+        if dims == (576, 512) && noise.one_in(2) {
+            spec.cache = CacheSpec::new(DType::Mla656, Granularity::Token, Scales::Fitted);
+        }
     }
     spec
 }

@@ -6,8 +6,8 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, largest as largest_number};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
-use half::f16;
-use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
+use half::{bf16, f16};
+use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656, i8_from_f32};
 use regard::{DType, Values};
 
 /// How keys and values are stored.
@@ -83,6 +83,7 @@ enum Buffer {
     Codes(Vec<u8>),
     Q8(Vec<BlockQ8_0>),
     Q4(Vec<BlockQ4_0>),
+    Mla656(Vec<Mla656>),
 }
 
 impl CacheSpec {
@@ -118,9 +119,19 @@ impl Spec {
 
     /// Dims that are whole blocks, and keys and values in one pool only if they are of one type.
     /// Values that are a prefix of the keys are no wider, and stored as they are.
+    ///
+    /// Rows of `mla656` are keys of 576 dims, whose first 512 dims, or all, are the values.
     pub(super) fn legal_cache(&mut self) {
+        if self.key_dtype().is_latent_row() || self.value_dtype().is_latent_row() {
+            self.values = Values::KeyPrefix;
+            self.cache.k = Some(DType::Mla656);
+            self.head_dim = Mla656::VALUES;
+            if self.value_dim != Mla656::VALUES {
+                self.value_dim = Mla656::LATENT_VALUES;
+            }
+        }
         if self.values == Values::KeyPrefix {
-            self.cache.v = self.cache.k;
+            self.cache.v = self.cache.k.map(|dtype| dtype.of_prefix(self.value_dim));
             self.memory.v = self.memory.k;
             if let Keys::Paged { interleaved, .. } = &mut self.keys {
                 *interleaved = false;
@@ -158,7 +169,9 @@ impl Spec {
             let mut pool = self.unseen_slots(dtype, key_place.end);
             self.fill(&mut pool, key_place, Operand::Key, table);
             let pool = pool.into_data(dtype);
-            return [key_place.over(pool.clone()), value_place.over(pool)];
+            let keys = key_place.over(pool);
+            let values = keys.prefix(self.value_dim).expect("legal: whole blocks");
+            return [keys, values];
         }
         if let Keys::Paged { interleaved: true, .. } = self.keys {
             let dtype = self.key_dtype();
@@ -359,6 +372,15 @@ impl Spec {
                     .map(|_| BlockQ4_0 { scale, nibbles: [byte(0); BLOCK_VALUES / 2] })
                     .collect(),
             ),
+            DType::Mla656 => Buffer::Mla656(
+                (0..length)
+                    .map(|_| Mla656 {
+                        codes: [E4m3::from_bits(byte(0)); Mla656::LATENT_VALUES],
+                        scales: [scale.to_f32(); 4],
+                        rotary: [bf16::from_f32(scale.to_f32()); 64],
+                    })
+                    .collect(),
+            ),
             _ if dtype.is_code() => Buffer::Codes((0..length).map(|_| byte(0)).collect()),
             _ => Buffer::Floats(self.unseen(length)),
         }
@@ -391,6 +413,11 @@ impl Buffer {
                     *block = BlockQ4_0::from_f32(x);
                 }
             }
+            Buffer::Mla656(buffer) => {
+                for (row, x) in buffer[start..].iter_mut().zip(numbers.as_chunks().0) {
+                    *row = Mla656::from_f32(x);
+                }
+            }
         }
     }
 
@@ -400,6 +427,7 @@ impl Buffer {
             (Buffer::Codes(buffer), _) => Data::from_le_bytes(dtype, &buffer),
             (Buffer::Q8(buffer), _) => buffer.into(),
             (Buffer::Q4(buffer), _) => buffer.into(),
+            (Buffer::Mla656(buffer), _) => buffer.into(),
         }
     }
 }
@@ -407,6 +435,8 @@ impl Buffer {
 /// The largest number that a cache of type `stored` holds under queries of type `queries`. Outputs
 /// are of the queries' type, so values have to be within both.
 fn largest_stored(stored: DType, queries: DType) -> f32 {
+    // Rotary dims are bf16.
+    let stored = if stored.is_latent_row() { DType::BF16 } else { stored };
     match (stored, queries) {
         // The largest f16 is not a bf16, and would be rounded up. This is the largest below it.
         (DType::BF16, DType::F16) => 65280.0,

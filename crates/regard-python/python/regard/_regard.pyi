@@ -22,7 +22,7 @@ Stream: TypeAlias = int | Any
 """A `cudaStream_t` as a number, or a stream object of PyTorch, CuPy or with `__cuda_stream__`."""
 
 DType: TypeAlias = Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"]
-Format: TypeAlias = Literal["e4m3", "e5m2", "i8", "q8_0", "q4_0"]
+Format: TypeAlias = Literal["e4m3", "e5m2", "i8", "q8_0", "q4_0", "mla656"]
 Window: TypeAlias = tuple[int | None, int | None] | None
 _Q = TypeVar("_Q")
 _P = TypeVar("_P")

@@ -15,10 +15,9 @@ pub struct AppendLatent<'a, M: Memory = Host> {
     /// New rows, `[total, Hkv, Dk]`.
     pub key: Tensor<'a, M>,
     /// Their destination: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block
-    /// table; `Dk / 32` blocks of `q8_0` or `q4_0`.
+    /// table; `Dk / 32` blocks of `q8_0` or `q4_0`, or one row of `mla656`, whose Dk is 576.
     pub key_pool: TensorMut<'a, M>,
-    /// Scales of rows; for pools of `e4m3`, `e5m2` and `i8`. Dynamic scales run on the CPU only: a
-    /// GPU kernel writes the rotary dims and the other dims separately.
+    /// Scales of rows; for pools of `e4m3`, `e5m2` and `i8`.
     pub k_scales: Option<AppendScales<'a, M>>,
     /// As [`Append::block_table`].
     pub block_table: Option<Tensor<'a, M>>,
@@ -33,9 +32,14 @@ pub struct AppendLatent<'a, M: Memory = Host> {
 impl<M: Memory> AppendLatent<'_, M> {
     /// As an append of keys whose values have no dims.
     pub(crate) fn whole(&mut self) -> Append<'_, M> {
+        self.whole_with_queries(0)
+    }
+
+    /// [`AppendLatent::whole`], with the dims of queries from `start` on.
+    fn whole_with_queries(&mut self, start: usize) -> Append<'_, M> {
         let key_dim = self.key.shape().last().copied().unwrap_or(0);
         let pool_dim = self.key_pool.shape().last().copied().unwrap_or(0);
-        let query_dims = |query: &TensorMut<M>| 0..query.shape().last().copied().unwrap_or(0);
+        let query_dims = |query: &TensorMut<M>| start..query.shape().last().copied().unwrap_or(0);
         Append {
             key: self.key.narrow(0..key_dim),
             value: self.key.narrow(0..0),
@@ -61,37 +65,43 @@ impl<M: Memory> AppendLatent<'_, M> {
         Ok(shape)
     }
 
+    /// The append that writes these rows on a GPU, and its sizes. Rows that are quantized are
+    /// written whole: the values of a scale lie on both sides of the first rotary dim.
+    ///
+    /// # Errors
+    /// If the operands break the contract, or rows of the pool's type have only rotary dims.
+    pub(crate) fn on_gpu(&mut self) -> Result<(Append<'_, M>, AppendShape), Error> {
+        let shape = self.check()?;
+        if shape.key_dtype != shape.dtype {
+            return Ok((self.whole_with_queries(shape.rotary_start), shape));
+        }
+        let append = self.halves(&shape)?;
+        let shape = append.check()?;
+        Ok((append, shape))
+    }
+
     /// The same as an append of two parts of each row to two parts of the pool, for kernels that
     /// write keys, whose leading dims they rotate, and values: the rotary dims are its keys, the
     /// others its values.
-    ///
-    /// # Errors
-    /// If the operands break the contract, or rows cannot be written in two parts.
-    pub(crate) fn halves(&mut self) -> Result<Append<'_, M>, Error> {
-        let shape = self.check()?;
-        if let Some(AppendScales::Dynamic(_)) = self.k_scales {
-            let allowed = "given ones: a GPU's kernel writes the parts of a row apart";
-            return Err(Error::argument("k_scales", "dynamic in a latent cache", allowed));
-        }
-        let values = shape.key_dtype.values();
+    fn halves(&mut self, shape: &AppendShape) -> Result<Append<'_, M>, Error> {
         let start = match shape.rotary_dim {
-            0 => shape.head_dim / 2 / values * values,
+            0 => shape.head_dim / 2,
             _ => shape.rotary_start,
         };
         expect(
             "key",
             format_args!("of {} dims, to be written as {start} and the others", shape.head_dim),
-            start > 0 && start.is_multiple_of(values),
-            format_args!("parts that are not empty, of a multiple of {values} dims, on a GPU"),
+            start > 0,
+            "parts that are not empty, on a GPU",
         )?;
-        let (end, scales) = (shape.head_dim, self.k_scales.as_ref());
+        let end = shape.head_dim;
         Ok(Append {
             key: self.key.narrow(start..end),
             value: self.key.narrow(0..start),
-            key_pool: self.key_pool.narrow(start / values..end / values),
-            value_pool: self.key_pool.narrow(0..start / values),
-            k_scales: scales.map(AppendScales::again),
-            v_scales: scales.map(AppendScales::again),
+            key_pool: self.key_pool.narrow(start..end),
+            value_pool: self.key_pool.narrow(0..start),
+            k_scales: None,
+            v_scales: None,
             block_table: self.block_table,
             kv_lens: self.kv_lens,
             cu_seqlens: self.cu_seqlens,

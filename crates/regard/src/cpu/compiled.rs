@@ -112,6 +112,7 @@ macro_rules! compile {
                     convert::<i8>,
                     convert::<crate::format::BlockQ8_0>,
                     convert::<crate::format::BlockQ4_0>,
+                    convert::<crate::format::Mla656>,
                 ],
             },
         };

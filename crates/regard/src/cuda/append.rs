@@ -28,9 +28,8 @@ fn pool_tensor(pointer: u64, dims: &Dims) -> KvTensor {
     KvTensor { pointer, strides: row_strides(dims, 3) }
 }
 
-/// Checks shapes, types and strides, and fills in the kernel's parameters.
-fn parameters(append: &Append) -> Result<AppendParameters, Error> {
-    let shape = append.check()?;
+/// The kernel's parameters, from checked operands.
+fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
     let mut parameters = AppendParameters {
         new_keys: token_tensor(append.key.address(), &append.key),
         new_values: token_tensor(append.value.address(), &append.value),
@@ -53,11 +52,11 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
         element_type: ElementType::from_dtype(shape.dtype),
         ..AppendParameters::default()
     };
-    set_cache(append, &shape, &mut parameters);
+    set_cache(append, shape, &mut parameters);
     if let Some(rotary) = &append.rotary {
-        set_rotary(rotary, &shape, &mut parameters);
+        set_rotary(rotary, shape, &mut parameters);
     }
-    Ok(parameters)
+    parameters
 }
 
 /// Fills in formats and scales of the pools.
@@ -80,6 +79,7 @@ fn set_cache(append: &Append, shape: &AppendShape, parameters: &mut AppendParame
 fn set_rotary(rotary: &Rotary, shape: &AppendShape, parameters: &mut AppendParameters) {
     parameters.rotary = rotary.table.address();
     parameters.rotary_dim = shape.rotary_dim as i32;
+    parameters.rotary_start = shape.rotary_start as i32;
     parameters.rotary_positions = shape.rotary_positions as i32;
     parameters.rotary_interleaved = rotary.interleaved.into();
     if let Some(query) = &rotary.query {
@@ -123,26 +123,33 @@ impl Gpu {
     /// If an operand breaks the contract or was lent to another stream; nothing is queued then. Or
     /// if the driver fails.
     pub fn append(&self, stream: &CudaStream, append: &mut Append) -> Result<(), Error> {
-        self.expect_context(stream)?;
-        for (name, memory) in memories(append) {
-            memory.map_or(Ok(()), |memory| memory.expect_stream(name, stream))?;
-        }
+        self.expect_owned(stream, append)?;
         // SAFETY: the stream is of this context, and operands are lent to it, or their makers have
         // promised as much.
         unsafe { self.append_raw(stream.cu_stream(), append) }
     }
 
-    /// [`Gpu::append`] to a latent cache: the kernel writes the rotary dims of a row and the others
-    /// as keys and values.
+    /// Checks that a stream is of this GPU, and that the operands are lent to it.
+    fn expect_owned(&self, stream: &CudaStream, append: &Append) -> Result<(), Error> {
+        self.expect_context(stream)?;
+        memories(append).into_iter().try_for_each(|(name, memory)| {
+            memory.map_or(Ok(()), |memory| memory.expect_stream(name, stream))
+        })
+    }
+
+    /// [`Gpu::append`] to a latent cache. Rows that are not quantized are written as the rotary
+    /// dims and the others.
     ///
     /// # Errors
-    /// As there, or if scales are dynamic, or one of the two parts is empty.
+    /// As there, or if rows that are not quantized have only rotary dims.
     pub fn append_latent(
         &self,
         stream: &CudaStream,
         append: &mut AppendLatent,
     ) -> Result<(), Error> {
-        self.append(stream, &mut append.halves()?)
+        self.expect_owned(stream, &append.whole())?;
+        // SAFETY: as for an append.
+        unsafe { self.append_latent_raw(stream.cu_stream(), append) }
     }
 
     /// [`Gpu::append`] on a raw stream, for engines that manage their streams.
@@ -158,7 +165,22 @@ impl Gpu {
         stream: sys::CUstream,
         append: &mut Append,
     ) -> Result<(), Error> {
-        let parameters = parameters(append)?;
+        let shape = append.check()?;
+        // SAFETY: passed on.
+        unsafe { self.append_checked(stream, append, &shape) }
+    }
+
+    /// Launches the kernel on checked operands.
+    ///
+    /// # Safety
+    /// As [`Gpu::append_raw`]; the operands have been checked, and have these sizes.
+    unsafe fn append_checked(
+        &self,
+        stream: sys::CUstream,
+        append: &Append,
+        shape: &AppendShape,
+    ) -> Result<(), Error> {
+        let parameters = parameters(append, shape);
         if parameters.tokens == 0 || parameters.batch == 0 {
             return Ok(());
         }
@@ -181,7 +203,8 @@ impl Gpu {
         stream: sys::CUstream,
         append: &mut AppendLatent,
     ) -> Result<(), Error> {
+        let (append, shape) = append.on_gpu()?;
         // SAFETY: passed on.
-        unsafe { self.append_raw(stream, &mut append.halves()?) }
+        unsafe { self.append_checked(stream, &append, &shape) }
     }
 }

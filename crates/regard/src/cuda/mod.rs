@@ -347,6 +347,7 @@ impl CacheFormat {
             DType::I8 => CacheFormat::I8,
             DType::Q8_0 => CacheFormat::Q8_0,
             DType::Q4_0 => CacheFormat::Q4_0,
+            DType::Mla656 | DType::Mla656Latent => CacheFormat::Mla656,
             _ => CacheFormat::F32,
         }
     }

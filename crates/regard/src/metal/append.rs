@@ -57,6 +57,7 @@ fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
         value_dim: count(shape.value_dim),
         rotary_dim: count(shape.rotary_dim),
         rotary_interleaved: append.rotary.as_ref().is_some_and(|rotary| rotary.interleaved).into(),
+        rotary_start: count(shape.rotary_start),
         rotary_positions: count(shape.rotary_positions),
         block_size: count(shape.block_size),
         blocks: count(shape.blocks),
@@ -66,6 +67,7 @@ fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
         value_format: kv_format(shape.value_dtype, shape.dtype),
         dynamic_key_scales: is_dynamic(&append.k_scales).into(),
         dynamic_value_scales: is_dynamic(&append.v_scales).into(),
+        unused: 0,
     }
 }
 
@@ -82,13 +84,14 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
     Pipeline { function, constants: [0; CONSTANTS.len()] }
 }
 
-/// The dispatch of an append to a latent cache, as `append`: the kernel writes the rotary dims of
-/// a row and the others as keys and values.
+/// The dispatch of an append to a latent cache, as `append`. Rows that are not quantized are
+/// written as the rotary dims and the others.
 ///
 /// # Errors
-/// As there, or if one of the two parts is empty.
+/// As there, or if rows that are not quantized have only rotary dims.
 pub fn append_latent(append_latent: &mut AppendLatent) -> Result<Option<Dispatch>, Error> {
-    append(&append_latent.halves()?)
+    let (append, shape) = append_latent.on_gpu()?;
+    dispatch(&append, &shape)
 }
 
 /// The dispatch of an append; `None` if there is nothing new. Lengths and table entries are read on
@@ -97,7 +100,11 @@ pub fn append_latent(append_latent: &mut AppendLatent) -> Result<Option<Dispatch
 /// # Errors
 /// If shapes or types do not fit together.
 pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
-    let shape = append.check()?;
+    dispatch(append, &append.check()?)
+}
+
+/// The dispatch of an append whose operands have been checked.
+fn dispatch(append: &Append, shape: &AppendShape) -> Result<Option<Dispatch>, Error> {
     let rotary = append.rotary.as_ref();
     let query = rotary.and_then(|rotary| rotary.query.as_ref());
     let named: [(&str, Option<&Dims>); 7] = [
@@ -129,7 +136,7 @@ pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
     buffers[11] = bound_scales(append.v_scales.as_ref());
     Ok(Some(Dispatch {
         pipeline: pipeline(shape.dtype),
-        params: Params::Append(parameters(append, &shape)),
+        params: Params::Append(parameters(append, shape)),
         buffers,
         grid: [shape.tokens as u32, (2 * shape.kv_heads + shape.query_heads) as u32, 1],
         threads: SIMD_WIDTH as u32,

@@ -27,7 +27,7 @@ use super::plan::plan;
 use super::stand_in::{objc2, objc2_metal};
 use super::{
     Append, AppendLatent, BufferView, MIN_FAMILY, Merge, MetalMemory, SIMD_WIDTH, append,
-    cores_of_architecture, dispatches, merge, pipelines as pipelines_of,
+    append_latent, cores_of_architecture, dispatches, merge, pipelines as pipelines_of,
 };
 use crate::dtype::DType;
 use crate::error::Error;
@@ -444,7 +444,7 @@ impl Gpu {
     /// Encodes an append to a latent cache, as [`Gpu::append`].
     ///
     /// # Errors
-    /// As there, or if scales are dynamic, or a part of each row is empty.
+    /// As there, or if rows that are not quantized have only rotary dims.
     ///
     /// # Safety
     /// As [`Gpu::run`].
@@ -453,8 +453,11 @@ impl Gpu {
         encoder: &dyn Encoder,
         operands: &mut AppendLatent,
     ) -> Result<(), Error> {
-        // SAFETY: passed on.
-        unsafe { self.append(encoder, &mut operands.halves()?) }
+        match append_latent(operands)? {
+            // SAFETY: passed on.
+            Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
+            None => Ok(()),
+        }
     }
 
     /// Encodes a merge.

@@ -466,6 +466,7 @@ pub(super) fn kv_format(dtype: DType, queries: DType) -> KvFormat {
         DType::I8 => KvFormat::I8,
         DType::Q8_0 => KvFormat::Q8_0,
         DType::Q4_0 => KvFormat::Q4_0,
+        DType::Mla656 | DType::Mla656Latent => KvFormat::Mla656,
         DType::I32 | DType::Bool => unreachable!("checked: keys and values are of another type"),
     }
 }

@@ -32,6 +32,8 @@ parameters! {
         Q8_0,
         /// Blocks of 32: a scale in half precision, 32 integers of 4 bits.
         Q4_0,
+        /// Latent rows: 512 codes (E4M3), a float per 128 of them, 64 rotary dims (bfloat16).
+        Mla656,
     }
     /// The tile map of a mask: what the mask does to each K tile of a block of rows.
     MapParameters {
@@ -213,6 +215,10 @@ parameters! {
         dynamic_key_scales: i32,
         /// Likewise for values.
         dynamic_value_scales: i32,
+        /// The first dimension of a quantized key that is rotated.
+        rotary_start: i32,
+        /// Unused, so that no compiler pads.
+        unused: i32,
     }
     /// Parameters of `merge`: partial results over disjoint sets of keys.
     MergeParameters {

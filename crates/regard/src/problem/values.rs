@@ -1,11 +1,30 @@
 //! Values that are a part of the keys: the latent cache of multi-head latent attention (MLA), where
 //! each key's first dims are its value.
 
-use super::Inputs;
+use super::{Inputs, Problem};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::tensor::Tensor;
 use crate::variant::{Attention, Values};
+
+impl Problem {
+    /// Rows of a latent cache are keys, whose prefix the values are.
+    pub(super) fn validate_latent_rows(&self) -> Result<(), Error> {
+        let Problem { key_dtype, value_dtype, values, .. } = *self;
+        let is_prefix = values == Values::KeyPrefix;
+        let dtypes =
+            [("key_dtype", key_dtype, DType::Mla656), ("value_dtype", value_dtype, value_dtype)];
+        for (argument, dtype, allowed) in dtypes {
+            if dtype.is_latent_row() && !(is_prefix && dtype == allowed) {
+                let found = format!("{dtype} with values {values:?}");
+                let allowed = "mla656 for keys, whose prefix the values are (Values::KeyPrefix)";
+                return Err(Error::argument(argument, found, allowed));
+            }
+        }
+        Ok(())
+    }
+}
 
 impl<'a, M: Memory> Inputs<'a, M> {
     /// Full attention of `q` over the latent cache `k`, whose first `value_dim` dims are the

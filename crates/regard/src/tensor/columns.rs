@@ -19,22 +19,28 @@ impl Dims {
 
 impl<M: Memory> Tensor<'_, M> {
     /// The first `values` values of the last dimension: of a latent cache's keys `k.prefix(512)` is
-    /// the values ([`Values::KeyPrefix`](crate::Values)).
+    /// the values ([`Values::KeyPrefix`](crate::Values)). Of rows of `mla656` there are two: all
+    /// 576 values, and the first 512 as [`DType::Mla656Latent`](crate::DType::Mla656Latent).
     ///
     /// # Errors
     /// If there are fewer, or if blocks of values would be cut.
     pub fn prefix(self, values: usize) -> Result<Self, Error> {
-        let per_element = self.dtype().values();
         let last = self.rank().checked_sub(1);
-        let all = last.map_or(0, |last| self.shape()[last].saturating_mul(per_element));
+        let all = last.map_or(0, |last| self.shape()[last].saturating_mul(self.dtype().values()));
+        let dtype = match last.map(|last| self.shape()[last]) {
+            Some(1) => self.dtype().of_prefix(values),
+            _ => self.dtype(),
+        };
+        let per_element = dtype.values();
         if values > all || !values.is_multiple_of(per_element) || last.is_none() {
-            return Err(Error::argument(
-                "prefix",
-                format!("{values} values of {:?}", self.dims),
-                format!("0..={all}, a multiple of {per_element}"),
-            ));
+            let allowed = match dtype.is_latent_row() {
+                true => "512 or 576 values of one row".to_string(),
+                false => format!("0..={all}, a multiple of {per_element}"),
+            };
+            let found = format!("{values} values of {:?}", self.dims);
+            return Err(Error::argument("prefix", found, allowed));
         }
-        let mut dims = self.dims;
+        let mut dims = Dims { dtype, ..self.dims };
         dims.shape[dims.rank() - 1] = values / per_element;
         Ok(Tensor { dims, ..self })
     }
@@ -53,7 +59,8 @@ impl<M: Memory> Tensor<'_, M> {
         let same_stride = |i: usize| {
             self.strides()[i] == other.strides()[i] || other.shape()[i] <= 1 || i == last
         };
-        self.dtype() == other.dtype()
+        let values = |dims: &Dims| dims.shape()[last].saturating_mul(dims.dtype().values());
+        (self.dtype() == other.dtype() || self.dtype() == other.dtype().of_prefix(values(self)))
             && self.rank() == other.rank()
             && self.address() == other.address()
             && self.shape()[..last] == other.shape()[..last]

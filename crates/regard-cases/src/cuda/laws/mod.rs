@@ -2,6 +2,7 @@
 //! very large tensors.
 
 mod append;
+mod append_rows;
 mod copies;
 mod extremes;
 mod graphs;
@@ -47,6 +48,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
     Law { name: "append", check: append::append },
     Law { name: "copies", check: copies::copies },
+    Law { name: "append-latent-rows", check: append_rows::append_latent_rows },
     Law { name: "merge", check: merge::merge },
     Law { name: "many-rows", check: extremes::many_rows },
     Law { name: "many-sequences", check: extremes::many_sequences },

@@ -4,7 +4,6 @@ use super::super::operands::shard_of_two;
 use super::super::shapes::{Layout, MIXED, Target};
 use super::lists::Lists;
 use crate::models::query_lengths;
-use regard::format::BLOCK_VALUES;
 use regard::{
     Attention, DType, Error, KeyOffset, KeyPositions, KvStorage, Problem, QueryOffset,
     QueryStorage, Values,
@@ -157,7 +156,12 @@ struct Keys {
 impl Keys {
     fn new(target: &Target) -> Result<Keys, Error> {
         let problem = &target.problem;
-        let stored = [Noise::new(problem.key_dtype), Noise::new(problem.value_dtype)];
+        // Values that are a prefix of the keys are theirs.
+        let value_dtype = match problem.values {
+            Values::KeyPrefix => problem.key_dtype,
+            _ => problem.value_dtype,
+        };
+        let stored = [Noise::new(problem.key_dtype), Noise::new(value_dtype)];
         let head_major = target.layout == Layout::HeadMajor;
         let heads = problem.kv_heads;
         let dims = [
@@ -330,7 +334,7 @@ struct Noise {
 impl Noise {
     fn new(dtype: DType) -> Noise {
         let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
-        let count = if dtype.is_block() { PERIOD_BLOCKS * BLOCK_VALUES } else { PERIOD };
+        let count = if dtype.is_block() { PERIOD_BLOCKS * dtype.values() } else { PERIOD };
         // Codes are of numbers over a scale.
         let factor = if dtype.is_code() { dtype.largest_code() / LARGEST } else { 1.0 };
         let numbers = (0..count).map(|_| f64::from(random.normal() * factor));
@@ -365,6 +369,7 @@ impl Noise {
             Data::I8(period) => repeated(period, which, count)?,
             Data::Q8_0(period) => repeated(period, which, count)?,
             Data::Q4_0(period) => repeated(period, which, count)?,
+            Data::Mla656(period) => repeated(period, which, count)?,
             Data::I32(period) => repeated(period, which, count)?,
             Data::Bool(period) => repeated(period, which, count)?,
             _ => unreachable!("operands are made of the types above"),

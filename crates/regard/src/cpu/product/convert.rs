@@ -6,7 +6,7 @@
 
 use crate::cpu::vector::{Storage, Vector};
 use crate::dtype::DType;
-use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656};
 use half::bf16;
 use std::mem::offset_of;
 
@@ -24,6 +24,7 @@ pub fn index(dtype: DType) -> usize {
         DType::I8 => 5,
         DType::Q8_0 => 6,
         DType::Q4_0 => 7,
+        DType::Mla656 | DType::Mla656Latent => 8,
         _ => unreachable!("checked: keys and values have one of these types"),
     }
 }
@@ -184,6 +185,40 @@ impl Format for BlockQ4_0 {
     }
     unsafe fn value(_from: *const Self, _index: usize) -> f32 {
         unreachable!("blocks are whole vectors")
+    }
+}
+
+impl Format for Mla656 {
+    const VALUES: usize = Mla656::VALUES;
+
+    /// All values of the row, or those that are codes.
+    #[inline(always)]
+    unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
+        from: *const Self,
+        to: *mut u8,
+        count: usize,
+    ) {
+        let row = from.cast::<u8>();
+        let mut i = 0;
+        // SAFETY: `count` values of one row. Its parts are whole vectors.
+        unsafe {
+            let codes = row.add(offset_of!(Mla656, codes)).cast::<E4m3>();
+            let scales = row.add(offset_of!(Mla656, scales)).cast::<f32>();
+            let rotary = row.add(offset_of!(Mla656, rotary)).cast::<bf16>();
+            while i < Mla656::LATENT_VALUES.min(count) {
+                let scale = V::splat(scales.add(i / Mla656::SCALED_VALUES).read_unaligned());
+                store::<V, PAIRED>(scale.mul(V::load_e4m3(codes.add(i))), to, i);
+                i += V::LANES;
+            }
+            while i < count {
+                let values = V::load_bf16(rotary.add(i - Mla656::LATENT_VALUES));
+                store::<V, PAIRED>(values, to, i);
+                i += V::LANES;
+            }
+        }
+    }
+    unsafe fn value(_from: *const Self, _index: usize) -> f32 {
+        unreachable!("parts of a row are whole vectors")
     }
 }
 

@@ -39,5 +39,5 @@ pub struct ProductTable {
     /// `[element type]`.
     pub weighted: [RegisterTiles<WeightedFn>; 3],
     /// `[storage type]`, numbered by [`convert::index`].
-    pub convert: [ConvertFn; 8],
+    pub convert: [ConvertFn; 9],
 }

@@ -116,7 +116,7 @@ template <typename T>
     const bool interleaved = params.rotary_interleaved != 0;
     if (head >= 2 * params.kv_heads) {
         device T* row = query + token_offset(token.row, head - 2 * params.kv_heads, params.query_strides);
-        rotate_in_place<T>(row, {row, angles, params.head_dim, params.rotary_dim, interleaved}, lane);
+        rotate_in_place<T>(row, {row, angles, params.head_dim, 0, params.rotary_dim, interleaved}, lane);
         return;
     }
     if (token.position < 0) return;
@@ -131,12 +131,12 @@ template <typename T>
     const CacheSlot slot = {page, slot_in_page, is_key ? head : head - params.kv_heads};
     if (is_key) {
         device const T* from = key + token_offset(token.row, slot.head, params.key_strides);
-        const NewRow<T> row = {from, angles, params.head_dim, params.rotary_dim, interleaved};
+        const NewRow<T> row = {from, angles, params.head_dim, params.rotary_start, params.rotary_dim, interleaved};
         const Pool pool = {key_pool, key_scales, int(params.key_format), params.dynamic_key_scales != 0};
         store_row(row, pool, slot, params.key_pool_strides, params.key_scale_strides, lane);
-    } else {
+    } else if (params.value_dim > 0) { // The values of a latent row are a part of it.
         device const T* from = value + token_offset(token.row, slot.head, params.value_strides);
-        const NewRow<T> row = {from, angles, params.value_dim, 0, false};
+        const NewRow<T> row = {from, angles, params.value_dim, 0, 0, false};
         const Pool pool = {value_pool, value_scales, int(params.value_format), params.dynamic_value_scales != 0};
         store_row(row, pool, slot, params.value_pool_strides, params.value_scale_strides, lane);
     }

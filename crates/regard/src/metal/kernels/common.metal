@@ -451,12 +451,13 @@ METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, RowPart part) {
 
 // ---- keys and values of another type than the queries ---------------------------------------------------------------
 
-// Bytes of an element: of a block of 32 values in Q8_0 and Q4_0.
+// Bytes of an element: of a block of 32 values in Q8_0 and Q4_0, of a row of Mla656.
 METAL_FUNC long format_bytes(int format) {
     if (is_format(format, KvFormat::F32)) return 4;
     if (is_format(format, KvFormat::F16) || is_format(format, KvFormat::BF16)) return 2;
     if (is_format(format, KvFormat::Q8_0)) return 34;
     if (is_format(format, KvFormat::Q4_0)) return 18;
+    if (is_format(format, KvFormat::Mla656)) return 656;
     return 1;
 }
 
@@ -538,6 +539,22 @@ METAL_FUNC vec<float, WIDTH> load_block_values(device const uchar* row, int dim,
     return values;
 }
 
+// WIDTH neighbouring values of a row of Mla656 from `dim` on; `dim` is a multiple of WIDTH.
+template <int WIDTH>
+METAL_FUNC vec<float, WIDTH> load_latent_values(device const uchar* row, int dim) {
+    vec<float, WIDTH> values;
+    if (dim < 512) {
+        const float scale = ((device const float*)(row + 512))[dim / 128];
+        UNROLL
+        for (int i = 0; i < WIDTH; i++) values[i] = scale * decode_code(row[dim + i], int(KvFormat::E4M3));
+    } else {
+        device const bfloat* rotary = (device const bfloat*)(row + 528) + (dim - 512);
+        UNROLL
+        for (int i = 0; i < WIDTH; i++) values[i] = float(rotary[i]);
+    }
+    return values;
+}
+
 template <typename T, int WIDTH>
 METAL_FUNC vec<float, WIDTH> load_floats(device const uchar* row, RowPart part) {
     const vec<T, WIDTH> elements = load_vector<T, WIDTH>((device const T*)row, part);
@@ -556,6 +573,7 @@ METAL_FUNC vec<float, WIDTH> load_elements(device const uchar* row, RowPart part
     if (is_format(format, KvFormat::BF16)) return load_floats<bfloat, WIDTH>(row, part);
     if (!has_scales(format)) {
         if (!part.is_inside && part.first >= part.dims) return vec<float, WIDTH>(0.0f);
+        if (is_format(format, KvFormat::Mla656)) return load_latent_values<WIDTH>(row, part.first);
         return load_block_values<WIDTH>(row, part.first, format);
     }
     const vec<uchar, WIDTH> codes = load_vector<uchar, WIDTH>(row, part);

@@ -5,13 +5,14 @@ METAL_FUNC float magnitude_of(float x) { return as_type<float>(as_type<uint>(x) 
 METAL_FUNC bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
 METAL_FUNC bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
-// A row of new keys or values. Its first `rotary_dim` elements are rotated; `angles` holds the cosines of all pairs,
-// then their sines.
+// A row of new keys or values. `rotary_dim` elements from `rotary_start` on are rotated; `angles` holds the cosines of
+// all pairs, then their sines.
 template <typename T>
 struct NewRow {
     device const T* data;
     device const float* angles;
     int dims;
+    int rotary_start;
     int rotary_dim;
     bool interleaved;
 };
@@ -20,12 +21,13 @@ struct NewRow {
 template <typename T>
 METAL_FUNC float load_rotated(NewRow<T> row, int dim) {
     const float own = float(row.data[dim]);
-    if (dim >= row.rotary_dim) return own;
+    const int place = dim - row.rotary_start;
+    if (place < 0 || place >= row.rotary_dim) return own;
     const int pairs = row.rotary_dim / 2;
-    const bool is_first = row.interleaved ? dim % 2 == 0 : dim < pairs;
-    const int pair = row.interleaved ? dim / 2 : dim % pairs;
-    const int partner = row.interleaved ? dim ^ 1 : (is_first ? dim + pairs : dim - pairs);
-    const float other = float(row.data[partner]) * row.angles[pairs + pair];
+    const bool is_first = row.interleaved ? place % 2 == 0 : place < pairs;
+    const int pair = row.interleaved ? place / 2 : place % pairs;
+    const int partner = row.interleaved ? place ^ 1 : (is_first ? place + pairs : place - pairs);
+    const float other = float(row.data[row.rotary_start + partner]) * row.angles[pairs + pair];
     return own * row.angles[pair] + (is_first ? -other : other);
 }
 
@@ -120,6 +122,31 @@ METAL_FUNC void store_q4_0(float x, device uchar* block, int lane) {
     if (lane == 0) store_block_scale(block, scale, has_nan);
 }
 
+// ---- latent rows of 576 values: 512 codes, a scale per 128 of them, then the rotary dims in bfloat ------------------
+
+template <typename T>
+METAL_FUNC void store_mla656(NewRow<T> row, device uchar* to, int lane) {
+    for (int group = 0; group < 4; group++) {
+        float values[4];
+        float largest = 0.0f;
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            values[i] = load_rotated(row, 128 * group + SIMD_WIDTH * i + lane);
+            largest = is_nan(values[i]) ? largest : max(largest, magnitude_of(values[i]));
+        }
+        const float scale = min(max_of_simdgroup(largest), 3.402823466e+38f) / 448.0f;
+        if (lane == 0) ((device float*)(to + 512))[group] = scale;
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            to[128 * group + SIMD_WIDTH * i + lane] = encode(values[i], scale, int(KvFormat::E4M3));
+        }
+    }
+    for (int dim = 512 + lane; dim < 576; dim += SIMD_WIDTH) {
+        const float x = load_rotated(row, dim);
+        ((device ushort*)(to + 528))[dim - 512] = is_nan(x) ? ushort(0x7fc0) : as_type<ushort>(bfloat(x));
+    }
+}
+
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
 // The destination of a quantized row: its codes or blocks, and its scale, which is computed or given.
@@ -131,6 +158,10 @@ struct QuantizedSlot {
 
 template <typename T>
 METAL_FUNC void quantize_row(NewRow<T> row, QuantizedSlot slot, int format, int lane) {
+    if (is_format(format, KvFormat::Mla656)) {
+        store_mla656(row, slot.codes, lane);
+        return;
+    }
     if (!has_scales(format)) {
         // Rows are whole blocks.
         for (int block = 0; block < row.dims / SIMD_WIDTH; block++) {
