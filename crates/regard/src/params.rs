@@ -83,6 +83,8 @@ parameters! {
         Q8_0,
         /// GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
         Q4_0,
+        /// Latent rows: 512 e4m3 codes, an f32 scale per 128 of them, 64 bf16 rotary dims.
+        Mla656,
     }
     /// Strides of rows.
     RowStrides {
@@ -530,8 +532,8 @@ parameters! {
         dynamic_key_scales: i32,
         /// Whether scales of values are.
         dynamic_value_scales: i32,
-        /// Unused, so that no compiler pads.
-        unused: i32,
+        /// The first dimension of a quantized key that is rotated.
+        rotary_start: i32,
     }
     /// Parameters of `merge`: partial results over disjoint sets of keys.
     MergeParameters {

@@ -48,6 +48,7 @@ enum class CacheFormat : int {
     I8 = 5, // Signed 8-bit integers.
     Q8_0 = 6, // GGUF q8_0: blocks of an f16 scale and 32 signed bytes.
     Q4_0 = 7, // GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
+    Mla656 = 8, // Latent rows: 512 e4m3 codes, an f32 scale per 128 of them, 64 bf16 rotary dims.
 };
 
 // Strides of rows.
@@ -352,7 +353,7 @@ struct AppendParameters {
     ElementType element_type; // Type of an element.
     int dynamic_key_scales; // Whether scales of keys are computed and written, one for each token and head.
     int dynamic_value_scales; // Whether scales of values are.
-    int unused; // Unused, so that no compiler pads.
+    int rotary_start; // The first dimension of a quantized key that is rotated.
 };
 static_assert(sizeof(AppendParameters) == 328, "as the host has it");
 

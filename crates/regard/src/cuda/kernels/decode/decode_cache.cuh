@@ -138,6 +138,11 @@ load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int
 static __device__ __forceinline__ float load_value(unsigned long long row, int dim, CacheFormat format, float scale) {
     if (format <= CacheFormat::F32) return load_element(row, dim, ElementType((int)format));
     if (format <= CacheFormat::I8) return scale * code_to_float(((const unsigned char *)row)[dim], format);
+    if (format == CacheFormat::Mla656) {
+        if (dim >= 512) return load_element(row + 528, dim - 512, ElementType::BF16);
+        return ((const float *)(row + 512))[dim / 128] *
+               code_to_float(((const unsigned char *)row)[dim], CacheFormat::E4M3);
+    }
     const unsigned char *block = (const unsigned char *)row + dim / 32 * (format == CacheFormat::Q8_0 ? 34 : 18);
     float block_scale = Element<ElementType::F16>::to_float(*(const unsigned short *)block);
     int at = dim % 32;
@@ -151,7 +156,8 @@ static __device__ __forceinline__ int format_bytes(CacheFormat format) {
            : format <= CacheFormat::BF16 ? 2
            : format <= CacheFormat::I8   ? 1
            : format == CacheFormat::Q8_0 ? 34
-                                         : 18;
+           : format == CacheFormat::Q4_0 ? 18
+                                         : 656;
 }
 
 #if LISTS

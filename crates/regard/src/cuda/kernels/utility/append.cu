@@ -75,8 +75,8 @@ static __device__ __forceinline__ long long slot_offset(const RowStrides &stride
     return page * strides.batch + slot * strides.token + head * strides.head;
 }
 
-// Quantizes a row, after RoPE if there are angles. Rotations are rounded as the CPU rounds them: products and sums
-// each.
+// Quantizes a row, after RoPE if there are angles: of the dims from `rotary_start` on. Rotations are rounded as the CPU
+// rounds them: products and sums each.
 static __device__ __forceinline__ void append_quantized(const AppendParameters &params, const Source &source,
                                                         const Target &target, int lane) {
     WarpRow row;
@@ -88,13 +88,19 @@ static __device__ __forceinline__ void append_quantized(const AppendParameters &
         row.values[step] = 0.0f;
         if (i >= source.dims) continue;
         float x = load_element(source.tensor, source.offset + i, params.element_type);
-        if (source.angles && i < params.rotary_dim) {
-            RotaryPair pair = find_rotary_pair(params, half, i);
-            float y = load_element(source.tensor, source.offset + pair.partner, params.element_type);
+        int rotary = i - params.rotary_start;
+        if (source.angles && rotary >= 0 && rotary < params.rotary_dim) {
+            RotaryPair pair = find_rotary_pair(params, half, rotary);
+            float y =
+                load_element(source.tensor, source.offset + params.rotary_start + pair.partner, params.element_type);
             float product = __fmul_rn(y, source.angles[half + pair.angle]);
             x = __fadd_rn(__fmul_rn(x, source.angles[pair.angle]), pair.first ? -product : product);
         }
         row.values[step] = x;
+    }
+    if (target.format == CacheFormat::Mla656) {
+        store_mla656(row, (unsigned char *)target.pool + target.offset * 656, lane);
+        return;
     }
     if (is_block(target.format)) {
         int bytes = target.format == CacheFormat::Q8_0 ? 34 : 18;
@@ -156,9 +162,10 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
                            : token * params.new_values.strides.token + head * params.new_values.strides.head;
     long long target = slot_offset(key ? params.keys.strides : params.values.strides, page, slot, head);
     int dims = key ? params.head_dim : params.value_dim;
+    if (!dims) return; // The values of a latent row are a part of it.
     bool rotates = key && angles;
     CacheFormat format = key ? params.cache.key_format : params.cache.value_format;
-    if (is_code(format) || is_block(format)) {
+    if (is_code(format) || is_block(format) || format == CacheFormat::Mla656) {
         const RowStrides &strides = key ? params.cache.key_scale_strides : params.cache.value_scale_strides;
         float *scales = (float *)(key ? params.cache.key_scales : params.cache.value_scales);
         Target quantized = {to, format, target, scales + slot_offset(strides, page, slot, head),

@@ -74,6 +74,28 @@ static __device__ __forceinline__ void store_codes(const WarpRow &row, CacheForm
     }
 }
 
+// A latent row of 576 values: 512 codes, a scale per 128 of them, then the rotary dims in bf16.
+static __device__ __forceinline__ void store_mla656(const WarpRow &row, unsigned char *to, int lane) {
+#pragma unroll
+    for (int group = 0; group < 4; group++) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int step = 4 * group; step < 4 * group + 4; step++)
+            largest = fmaxf(largest, fabsf(row.values[step])); // fmaxf passes over NaN
+        float scale = __fdiv_rn(fminf(warp_max(largest), 3.40282347e38f), 448.0f);
+        if (lane == 0) ((float *)(to + 512))[group] = scale;
+#pragma unroll
+        for (int step = 4 * group; step < 4 * group + 4; step++)
+            to[32 * step + lane] = (unsigned char)encode(row.values[step], scale, CacheFormat::E4M3);
+    }
+#pragma unroll
+    for (int step = 16; step < MAX_ROW_STEPS; step++) {
+        float x = row.values[step];
+        ((unsigned short *)(to + 528))[32 * (step - 16) + lane] =
+            is_nan(x) ? 0x7fc0 : Element<ElementType::BF16>::from_float(x);
+    }
+}
+
 // Rounds half away from zero.
 static __device__ __forceinline__ float round_away(float x) {
     float whole = __int2float_rn(__float2int_rz(x)), rest = __fsub_rn(fabsf(x), fabsf(whole));
