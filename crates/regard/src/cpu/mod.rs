@@ -133,12 +133,10 @@ fn checked<'a>(
     let problem = Problem::from_operands_beside(inputs, outputs, range)?;
     plan.problem().covers(&problem)?;
     let (cpu, compiled) = code(plan)?;
-    if let Some(workspace) = workspace {
-        if workspace.len() < plan.workspace_bytes() {
-            let found = format!("{} bytes long", workspace.len());
-            let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-            return Err(Error::argument("workspace", found, allowed));
-        }
+    if let Some(workspace) = workspace.filter(|found| found.len() < plan.workspace_bytes()) {
+        let found = format!("{} bytes long", workspace.len());
+        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
+        return Err(Error::argument("workspace", found, allowed));
     }
     Ok((problem, cpu, compiled))
 }

@@ -99,6 +99,6 @@ impl TileMap {
 
     /// The launch that makes it: a warp per byte, as many CTAs as there is work for.
     pub(super) fn launch(&self, launch: &Launch) -> Launch {
-        launch.with_blocks(launch.grid[0].min(u32::try_from(self.bytes()).unwrap_or(u32::MAX)))
+        launch.with_ctas(launch.grid[0].min(u32::try_from(self.bytes()).unwrap_or(u32::MAX)))
     }
 }
