@@ -368,10 +368,10 @@ impl Spec {
         case.attention = self.attention(&table);
         case.attention.k_scales = self.scales(Operand::Key, &key_place, &table);
         case.attention.v_scales = self.scales(Operand::Value, &value_place, &table);
-        if let Some((indices, counts)) = self.list_tensors(&table) {
+        let blocks = key_place.shape[0];
+        if let Some((indices, counts)) = self.list_tensors(&table, blocks) {
             (case.attention.key_indices, case.attention.key_counts) = (Some(indices), counts);
         }
-        let blocks = key_place.shape[0];
         if let Some(PageListTensors { indices, lens, numbers }) =
             self.page_list_tensors(&table, blocks)
         {
