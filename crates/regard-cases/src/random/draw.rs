@@ -171,6 +171,11 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
         let dims = noise.pick(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
         (spec.head_dim, spec.value_dim) = dims;
     }
+    // Rotary dims in a tensor of their own.
+    if noise.one_in(3) {
+        let dims = noise.pick(&[64, 64, 32, 8, 1]);
+        spec.rotary_dim = dims.min(spec.head_dim / 2);
+    }
     spec
 }
 

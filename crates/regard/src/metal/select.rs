@@ -171,6 +171,9 @@ pub(crate) fn select(
 /// [`select`], with the reason alone as the error.
 fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Launch>, String> {
     check_limits(problem, facts)?;
+    if problem.rotary_dim > 0 {
+        return Err("`rotary_k` is given, and no Metal kernel reads keys in two parts".into());
+    }
     if problem.key_lists.is_some_and(|lists| lists.second.is_some()) {
         return Err("`second_indices` is given, and no Metal kernel reads a second cache".into());
     }

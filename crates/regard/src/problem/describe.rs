@@ -65,6 +65,8 @@ impl Problem {
             queries,
             keys,
             given(self.values == Values::KeyPrefix, "values a prefix of the keys"),
+            (self.rotary_dim > 0)
+                .then(|| format!("{} rotary dims in a tensor of their own", self.rotary_dim)),
             variant.mask.map(|dtype| format!("{dtype} mask")),
             given(variant.tree, "tree mask"),
             variant.key_positions.map(|layout| match layout {
@@ -106,6 +108,7 @@ mod tests {
             key_dtype: DType::BF16,
             value_dtype: DType::BF16,
             values: Values::Separate,
+            rotary_dim: 0,
             out_dtype: DType::BF16,
             variant: Variant::default(),
             key_lists: None,
@@ -163,6 +166,10 @@ mod tests {
         assert!(problem.description().contains("bf16 over e4m3/q8_0 to f32"));
         (problem.value_dtype, problem.values) = (DType::E4M3, Values::KeyPrefix);
         assert!(problem.description().contains(", values a prefix of the keys, bool mask"));
+        problem.rotary_dim = 64;
+        let parts = ", values a prefix of the keys, 64 rotary dims in a tensor of their own, bool";
+        assert!(problem.description().contains(parts));
+        problem.rotary_dim = 0;
         problem.values = Values::Separate;
         problem.variant.window = Window { left: None, right: Some(3) };
         problem.keys = KvStorage::Ragged;
