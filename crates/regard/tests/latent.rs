@@ -30,7 +30,7 @@ fn with_own_values(case: &Case) -> Case {
 /// on the order of heads and tokens in memory, which a copy without gaps may change.)
 #[test]
 fn a_copy_of_the_values_gives_the_same_bits() {
-    let is_latent = |spec: &Spec| spec.values == Values::KeyPrefix;
+    let is_latent = |spec: &Spec| spec.values == Values::KeyPrefix && spec.rotary_dim == 0;
     let specs: Vec<_> = list::list_with_caches().filter(is_latent).collect();
     assert!(specs.len() > 100, "{} latent cases", specs.len());
     let machines = support::machines();
