@@ -296,6 +296,10 @@ pub struct Operands {
     pub second_indices: *const Tensor,
     /// `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
     pub second_counts: *const Tensor,
+
+    /// With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k`, the values:
+    /// the shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
+    pub rotary_k: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -438,6 +442,9 @@ pub struct Problem {
     pub prefix_groups: i64,
     /// With `REGARD_SECOND_LISTS`: entries of the longest second list.
     pub second_list_len: i64,
+    /// With `REGARD_VALUES_KEY_PREFIX`: the last of `head_dim` dims, which `rotary_k` will have; 0
+    /// if keys are in one tensor.
+    pub rotary_dim: i64,
 }
 
 /// Work that an executor's threads are to do.
@@ -489,8 +496,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 112);
-    assert!(size_of::<Operands>() == 304);
+    assert!(size_of::<Operands>() == 312);
     assert!(size_of::<Append>() == 104);
-    assert!(size_of::<Problem>() == 160);
+    assert!(size_of::<Problem>() == 168);
     assert!(size_of::<Device>() == 56);
 };

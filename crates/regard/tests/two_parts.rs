@@ -152,7 +152,7 @@ fn plans_are_for_two_parts_or_for_one() {
     // Problems that no operands pose.
     let problem = spec.problem(true);
     let wider = regard::Problem { rotary_dim: 96, ..problem.clone() };
-    expect(Plan::new(&wider, &machine).unwrap_err(), "rotary_dim", "96", "0..96");
+    expect(Plan::new(&wider, &machine).unwrap_err(), "rotary_dim", "96", "0..=95");
     let separate = regard::Problem { values: Values::Separate, ..problem.clone() };
     let allowed = "0, unless values are a prefix of the keys";
     expect(Plan::new(&separate, &machine).unwrap_err(), "rotary_dim", "32", allowed);
