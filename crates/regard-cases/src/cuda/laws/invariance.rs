@@ -35,16 +35,12 @@ pub fn known_compositions(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{} compositions", specs.len()))
 }
 
-pub(super) fn rows_of(runner: &mut Runner, spec: &Spec) -> Result<Rows, Broken> {
+fn rows_of(runner: &mut Runner, spec: &Spec) -> Result<Rows, Broken> {
     let (case, output) = runner.generated(spec)?;
     Ok(rows(spec, &case, &output))
 }
 
-pub(super) fn expect_rows(
-    some: &Rows,
-    all: &Rows,
-    what: impl FnOnce() -> String,
-) -> Result<(), Broken> {
+fn expect_rows(some: &Rows, all: &Rows, what: impl FnOnce() -> String) -> Result<(), Broken> {
     match difference(some, all) {
         None => Ok(()),
         Some(difference) => Err(Broken(format!("{}: {difference}", what()))),

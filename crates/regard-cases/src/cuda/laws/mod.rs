@@ -36,7 +36,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "poison-never-shows", check: invariance::poison_never_shows },
     Law { name: "same-bits-twice", check: invariance::same_bits_twice },
     Law { name: "plan-for-more", check: invariance::plan_for_more },
-    Law { name: "full-list-equals-dense", check: selection::full_list_equals_dense },
+    Law { name: "full-lists-are-one", check: selection::full_lists_are_one },
     Law { name: "graph-decode", check: graphs::decode },
     Law { name: "graph-ragged", check: graphs::ragged },
     Law { name: "graph-shards", check: graphs::shards },
