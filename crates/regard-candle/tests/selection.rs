@@ -1,6 +1,7 @@
 //! Lists of keys and of slots in candle's tensors, against regard on plain slices.
 
 use candle_core::{DType, Device, Result, Tensor};
+use regard::Values;
 use regard_candle::{Attention, attention};
 
 const CPU: Device = Device::Cpu;
@@ -100,5 +101,28 @@ fn lists_into_a_second_cache_reach_regard() -> Result<()> {
     let error = attention(&q, &k, &v, &Attention { second_v: None, ..options });
     let error = error.expect_err("half a cache").to_string();
     assert!(error.contains("`second_v` is missing"), "{error}");
+    Ok(())
+}
+
+/// Latent and rotary rows in two tensors.
+#[test]
+fn keys_in_two_parts_reach_regard() -> Result<()> {
+    let (q, k, rotary) = (normal(&[2, 3, 4, 24]), normal(&[2, 9, 1, 16]), normal(&[2, 9, 1, 8]));
+    let rotaries = elements(&rotary);
+    let expected = {
+        let [qs, ks] = [&q, &k].map(elements);
+        let options = regard::Attention {
+            values: Values::KeyPrefix,
+            rotary_k: Some(view(&rotaries, &rotary)),
+            batch_invariant: true,
+            ..regard::Attention::causal()
+        };
+        let keys = view(&ks, &k);
+        let out: Vec<f32> = regard::attention(view(&qs, &q), keys, keys, &options).expect("sound");
+        bits(&out)
+    };
+    let options =
+        Attention { values: Values::KeyPrefix, rotary_k: Some(rotary), ..Attention::causal() };
+    assert_eq!(found([&q, &k, &k], options)?, expected);
     Ok(())
 }

@@ -98,23 +98,9 @@ mod tests {
             batch: 2,
             query_heads: 32,
             kv_heads: 8,
-            head_dim: 128,
-            value_dim: 128,
             query_len: 16,
             kv_len: 4096,
-            queries: QueryStorage::Batched,
-            keys: KvStorage::Batched,
-            dtype: DType::BF16,
-            key_dtype: DType::BF16,
-            value_dtype: DType::BF16,
-            values: Values::Separate,
-            rotary_dim: 0,
-            out_dtype: DType::BF16,
-            variant: Variant::default(),
-            key_lists: None,
-            prefix_groups: 0,
-            lse: false,
-            batch_invariant: false,
+            ..Problem::new(DType::BF16, 128)
         };
         let plain = "2 x 32/8 heads, 16 x 4096 tokens, head dim 128";
         assert_eq!(problem.description(), format!("{plain}, bf16"));
