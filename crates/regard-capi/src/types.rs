@@ -297,8 +297,8 @@ pub struct Operands {
     /// `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
     pub second_counts: *const Tensor,
 
-    /// With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k`, the values:
-    /// the shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
+    /// With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k` and values.
+    /// The shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
     pub rotary_k: *const Tensor,
 }
 

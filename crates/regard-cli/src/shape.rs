@@ -315,9 +315,9 @@ mod tests {
 
     #[test]
     fn every_key_is_understood() {
-        let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent rotary=64 lq=1 lk=4096 dtype=bf16 out=f32 causal \
-                    window=512,none chunk=4096 softcap alibi sinks mask=bool page=16 \
-                    list=64 list-heads shard=round-robin invariant lse";
+        let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent rotary=64 lq=1 lk=4096 dtype=bf16 \
+                    out=f32 causal window=512,none chunk=4096 softcap alibi sinks mask=bool \
+                    page=16 list=64 list-heads shard=round-robin invariant lse";
         let expected = Problem {
             batch: 3,
             query_heads: 32,
