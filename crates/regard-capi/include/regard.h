@@ -403,8 +403,8 @@ typedef struct regard_operands {
   const struct regard_tensor *second_indices;
   // `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
   const struct regard_tensor *second_counts;
-  // With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k`, the values:
-  // the shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
+  // With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k` and values.
+  // The shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
   const struct regard_tensor *rotary_k;
 } regard_operands;
 
