@@ -64,7 +64,7 @@ impl CacheFormat {
     /// The format of an operand's bytes; `None` for those that have none.
     pub(crate) fn for_argument(&self, argument: &str) -> Option<regard::DType> {
         match argument {
-            "k" | "second_k" => self.keys,
+            "k" | "rotary_k" | "second_k" => self.keys,
             "v" | "second_v" => self.values,
             _ => None,
         }

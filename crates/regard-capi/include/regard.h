@@ -417,6 +417,9 @@ typedef struct regard_operands {
   const struct regard_tensor *second_indices;
   // `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
   const struct regard_tensor *second_counts;
+  // With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k` and values.
+  // The shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
+  const struct regard_tensor *rotary_k;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -472,6 +475,9 @@ typedef struct regard_problem {
   int64_t prefix_groups;
   // With `REGARD_SECOND_LISTS`: entries of the longest second list.
   int64_t second_list_len;
+  // With `REGARD_VALUES_KEY_PREFIX`: the last of `head_dim` dims, which `rotary_k` will have; 0
+  // if keys are in one tensor.
+  int64_t rotary_dim;
 } regard_problem;
 
 // New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what

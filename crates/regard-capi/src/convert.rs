@@ -550,6 +550,7 @@ pub unsafe fn operands<'a, M: Place>(
         k_scales: given(operands.k_scales),
         v_scales: given(operands.v_scales),
         values: options.values(),
+        rotary_k: given(operands.rotary_k),
         key_indices: given(operands.key_indices),
         key_counts: given(operands.key_counts),
         key_positions: options.key_positions(operands, given(operands.key_offsets))?,
@@ -645,6 +646,7 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
         key_dtype: or_in_type("key_dtype", given.key_dtype)?,
         value_dtype: or_in_type("value_dtype", given.value_dtype)?,
         values: options.values(),
+        rotary_dim: count("rotary_dim", given.rotary_dim)?,
         out_dtype: or_in_type("out_dtype", given.out_dtype)?,
         variant: regard::Variant {
             causal: options.has(REGARD_CAUSAL) && !tree,
@@ -728,6 +730,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         reserved: 0,
         key_dtype: dtype_number(problem.key_dtype),
         value_dtype: dtype_number(problem.value_dtype),
+        rotary_dim: number(problem.rotary_dim),
         list_len: problem.key_lists.map_or(0, |lists| number(lists.len)),
         second_list_len: problem.key_lists.map_or(0, |lists| number(lists.second.unwrap_or(0))),
         key_stride: match variant.key_positions {

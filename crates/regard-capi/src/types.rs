@@ -304,6 +304,10 @@ pub struct Operands {
     pub second_indices: *const Tensor,
     /// `[rows, Hkv or 1]` i32: the entries of each second list that are used. Without it, all.
     pub second_counts: *const Tensor,
+
+    /// With `REGARD_VALUES_KEY_PREFIX`: the last dims of keys, whose first dims are `k` and values.
+    /// The shape of `k` with Dk - Dv for Dv, of its type and with its scales. Not with `second_k`.
+    pub rotary_k: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -481,6 +485,9 @@ pub struct Problem {
     pub prefix_groups: i64,
     /// With `REGARD_SECOND_LISTS`: entries of the longest second list.
     pub second_list_len: i64,
+    /// With `REGARD_VALUES_KEY_PREFIX`: the last of `head_dim` dims, which `rotary_k` will have; 0
+    /// if keys are in one tensor.
+    pub rotary_dim: i64,
 }
 
 /// Of `regard_plan_run_prepared`: the workspace has the schedule of the step.
@@ -565,9 +572,9 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 112);
-    assert!(size_of::<Operands>() == 304);
+    assert!(size_of::<Operands>() == 312);
     assert!(size_of::<Append>() == 104);
-    assert!(size_of::<Problem>() == 160);
+    assert!(size_of::<Problem>() == 168);
     assert!(size_of::<Device>() == 56);
     assert!(size_of::<TileMap>() == 72);
 };

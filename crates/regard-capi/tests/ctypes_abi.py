@@ -48,7 +48,7 @@ class Operands(ctypes.Structure):
         + [(name, POINTER(Tensor)) for name in ("prefix_groups", "prefix_lens")]
         + [(name, POINTER(Tensor)) for name in ("page_indices", "page_list_lens", "page_numbers")]
         + [(name, POINTER(Tensor)) for name in ("second_k", "second_v", "second_k_scales", "second_v_scales")]
-        + [(name, POINTER(Tensor)) for name in ("second_indices", "second_counts")]
+        + [(name, POINTER(Tensor)) for name in ("second_indices", "second_counts", "rotary_k")]
     )
 
 
@@ -60,6 +60,7 @@ class Problem(ctypes.Structure):
         + [("dtype", c_int32), ("out_dtype", c_int32), ("mask_dtype", c_int32), ("options", c_uint32)]
         + [("chunk", c_uint32), ("reserved", c_uint32), ("key_dtype", c_int32), ("value_dtype", c_int32)]
         + [("list_len", c_int64), ("key_stride", c_int64), ("prefix_groups", c_int64), ("second_list_len", c_int64)]
+        + [("rotary_dim", c_int64)]
     )
 
 

@@ -96,7 +96,7 @@ impl Case {
         }
         let attention = self.attention.as_ref().try_map(|name, array| match name {
             "mask" => mask_view(array),
-            "k_scales" | "v_scales" | "second_k" | "second_v" | "second_k_scales"
+            "k_scales" | "v_scales" | "rotary_k" | "second_k" | "second_v" | "second_k_scales"
             | "second_v_scales" => Ok(self.key_order(array.view()?)),
             _ => array.view(),
         })?;

@@ -208,7 +208,7 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
         "q" | "out" => {
             &[(Dtype::F32, DType::F32), (Dtype::F16, DType::F16), (Dtype::BF16, DType::BF16)]
         }
-        "k" | "v" | "second_k" | "second_v" => &[
+        "k" | "v" | "rotary_k" | "second_k" | "second_v" => &[
             (Dtype::F32, DType::F32),
             (Dtype::F16, DType::F16),
             (Dtype::BF16, DType::BF16),
@@ -322,6 +322,8 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
                 case.k = blocks("k", &case.k, value)?;
                 let second = case.attention.second_k.take();
                 case.attention.second_k = second.map(|k| blocks("k", &k, value)).transpose()?;
+                let rotary = case.attention.rotary_k.take();
+                case.attention.rotary_k = rotary.map(|k| blocks("k", &k, value)).transpose()?;
             }
             "v_format" if !null => {
                 case.v = blocks("v", &case.v, value)?;

@@ -13,6 +13,7 @@ mod prefill;
 mod prefixes;
 mod second_lists;
 mod selection;
+mod two_parts;
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
@@ -60,12 +61,17 @@ pub fn list() -> impl Iterator<Item = Spec> {
 
 /// Every case, those over caches of another type than queries, and those of selected keys.
 pub fn list_with_caches() -> impl Iterator<Item = Spec> {
-    list().chain(caches()).chain(selection()).chain(prefixes())
+    list().chain(caches()).chain(selection()).chain(prefixes()).chain(two_parts())
 }
 
 /// Cases of sequences that share their first keys.
 pub fn prefixes() -> impl Iterator<Item = Spec> {
     prefixes::prefixes().into_iter().map(Spec::legal)
+}
+
+/// Those of keys in two parts.
+pub fn two_parts() -> impl Iterator<Item = Spec> {
+    two_parts::two_parts().into_iter().map(Spec::legal)
 }
 
 /// The cases whose rows attend to lists of keys.

@@ -12,6 +12,7 @@ mod outline;
 mod page_lists;
 mod positions;
 mod prefix;
+mod rotary;
 mod second_list;
 mod selection;
 
@@ -126,6 +127,8 @@ pub struct Spec {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub value_dim: usize,
+    /// The last of the `head_dim` dims, if they are in a tensor of their own; else 0.
+    pub rotary_dim: usize,
     pub sequences: Vec<SequenceSpec>,
     pub ragged_queries: bool,
     pub keys: Keys,
@@ -240,6 +243,7 @@ impl Spec {
             kv_heads: 2,
             head_dim: 32,
             value_dim: 32,
+            rotary_dim: 0,
             sequences: vec![SequenceSpec { id: 0, q_len: 5, kv_len: 70 }],
             ragged_queries: false,
             keys: Keys::Batched { slack: 0 },
@@ -335,6 +339,7 @@ impl Spec {
         }
         self.legal_cache();
         self.legal_lists();
+        self.legal_rotary();
         self.legal_positions();
         self.legal_prefixes();
         self
@@ -366,12 +371,13 @@ impl Spec {
         case.kv_layout = self.kv_layout;
         case.out_dtype = Some(self.out_dtype);
         case.attention = self.attention(&table);
+        case.attention.rotary_k = self.rotary_keys(&key_place, &table);
         case.attention.k_scales = self.scales(Operand::Key, &key_place, &table);
         case.attention.v_scales = self.scales(Operand::Value, &value_place, &table);
-        if let Some((indices, counts)) = self.list_tensors(&table) {
+        let blocks = key_place.shape[0];
+        if let Some((indices, counts)) = self.list_tensors(&table, blocks) {
             (case.attention.key_indices, case.attention.key_counts) = (Some(indices), counts);
         }
-        let blocks = key_place.shape[0];
         if let Some(PageListTensors { indices, lens, numbers }) =
             self.page_list_tensors(&table, blocks)
         {

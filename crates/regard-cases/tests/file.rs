@@ -1,8 +1,8 @@
 //! The case-file reader: what it writes it reads, and what is wrong it names.
 
 use proptest::prelude::*;
-use regard::{KeyOffset, KeyPositions, QueryOffset, Values, Window};
-use regard_cases::{Array, Case, KvLayout, Layout, Spec, file};
+use regard::{Attention, DType, KeyOffset, KeyPositions, Problem, QueryOffset, Values, Window};
+use regard_cases::{Array, CacheSpec, Case, Granularity, KvLayout, Layout, Scales, Spec, file};
 
 fn array(shape: &[usize]) -> Array {
     let length: usize = shape.iter().product();
@@ -85,6 +85,30 @@ fn one_number(name: &str) -> Vec<u8> {
     let number = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
     let header = format!(r#"{{"__metadata__":{{"attention":"{{}}"}},"{name}":{number}}}"#);
     raw(&header, &[0; 4])
+}
+
+/// Rotary rows are a tensor of the file, of bytes where keys are blocks.
+#[test]
+fn keys_in_two_parts_come_back() {
+    for format in [DType::F32, DType::E4M3, DType::Q8_0] {
+        let cache = CacheSpec::new(format, Granularity::Head, Scales::Fitted);
+        let spec = Spec::new("parts").heads(4, 1).two_parts(64, 32).cache(cache).legal();
+        let case = spec.generate();
+        let again = file::from_bytes("parts", &file::to_bytes(&case).unwrap()).unwrap();
+        let (written, read) = (&case.attention.rotary_k, &again.attention.rotary_k);
+        let [written, read] = [written, read].map(|rotary| rotary.as_ref().expect("two parts"));
+        assert_eq!((read.dtype(), read.shape()), (format, written.shape()));
+        assert_eq!(again.v.shape(), case.v.shape());
+        again.inputs().unwrap();
+    }
+    // Without `value_dim` there are no keys in two parts.
+    let rotary = Spec::new("parts").heads(4, 1).two_parts(32, 8).generate();
+    let plain = Spec::new("plain").heads(4, 1).generate();
+    let attention = Attention { rotary_k: rotary.attention.rotary_k, ..plain.attention.clone() };
+    let case = Case { attention, ..plain };
+    let again = file::from_bytes("bad", &file::to_bytes(&case).unwrap()).unwrap();
+    let error = again.run(|inputs, outputs| Problem::from_operands(inputs, outputs).map(|_| ()));
+    assert!(error.unwrap_err().to_string().contains("`rotary_k` is given"));
 }
 
 #[test]

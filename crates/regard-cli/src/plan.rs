@@ -221,6 +221,7 @@ fn problem_json(problem: &Problem) -> Value {
             Values::KeyPrefix => "key_prefix",
             _ => "separate",
         },
+        "rotary_dim": problem.rotary_dim,
         "out_dtype": problem.out_dtype.name(),
         "causal": variant.causal,
         "window": [variant.window.left, variant.window.right],

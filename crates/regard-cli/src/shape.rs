@@ -7,13 +7,14 @@ use regard::{
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 35] = [
+const KEYS: [(&str, &str); 36] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
     ("d", "head dim of queries and keys"),
     ("dv", "head dim of values (as d)"),
     ("latent", "values are the first dv dims of keys"),
+    ("rotary", "the last N of the d dims of keys are in a tensor of their own (with latent)"),
     ("lq", "query tokens of a sequence"),
     ("lk", "keys of a sequence (as lq)"),
     ("dtype", "f32, f16 or bf16 (f32)"),
@@ -139,6 +140,7 @@ pub fn describe(text: &str) -> Result<Described, Error> {
             true => Values::KeyPrefix,
             false => Values::Separate,
         },
+        rotary_dim: words.number("rotary")?.unwrap_or(0),
         out_dtype: words.dtype("out", &FLOATS)?.unwrap_or(dtype),
         variant: Variant {
             // A tree replaces it, as everywhere.
@@ -319,9 +321,9 @@ mod tests {
 
     #[test]
     fn every_key_is_understood() {
-        let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent lq=1 lk=4096 dtype=bf16 out=f32 causal \
-                    window=512,none chunk=4096 softcap alibi sinks mask=bool page=16 \
-                    list=64 list-heads shard=round-robin invariant lse";
+        let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent rotary=64 lq=1 lk=4096 dtype=bf16 \
+                    out=f32 causal window=512,none chunk=4096 softcap alibi sinks mask=bool \
+                    page=16 list=64 list-heads shard=round-robin invariant lse";
         let expected = Problem {
             batch: 3,
             query_heads: 32,
@@ -336,6 +338,7 @@ mod tests {
             key_dtype: DType::BF16,
             value_dtype: DType::BF16,
             values: Values::KeyPrefix,
+            rotary_dim: 64,
             out_dtype: DType::F32,
             variant: Variant {
                 causal: true,

@@ -111,6 +111,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// cu_seqlens_q, cu_seqlens_k: i32 `[B + 1]`, from 0 up: rows of each sequence of a ragged batch.
 /// block_table: i32 `[B, max_blocks]`: slot j of sequence b is slot j % block_size of block
 ///     `block_table[b, j / block_size]`; needs `kv_lens`. Entries that no row sees may be anything.
+/// rotary_k: with value_dim, the last dims of keys, whose first dims are k, the values: the shape
+///     of k with Dk - Dv for Dv, of its type and with its scales. Not with second_k.
 /// key_indices: i32 `[rows, Hkv or 1, n]`: the keys that each row of q attends to, by position;
 ///     entries that are negative or not below the sequence's length are skipped.
 /// key_counts: i32 `[rows, Hkv or 1]`: the entries of each list that are used; all if None.
@@ -154,7 +156,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
         mask=None, alibi_slopes=None, sinks=None, \
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
-        k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
+        k_scales=None, v_scales=None, rotary_k=None, key_indices=None, key_counts=None, \
         page_indices=None, page_list_lens=None, page_numbers=None, \
         second_k=None, second_v=None, second_k_scales=None, second_v_scales=None, \
         second_indices=None, second_counts=None, \

@@ -141,6 +141,7 @@ fn tensor<'a>(
         "tree_mask" => ("tree_mask", &mut attention.tree_mask),
         "k_scales" => ("k_scales", &mut attention.k_scales),
         "v_scales" => ("v_scales", &mut attention.v_scales),
+        "rotary_k" => ("rotary_k", &mut attention.rotary_k),
         "key_indices" => ("key_indices", &mut attention.key_indices),
         "key_counts" => ("key_counts", &mut attention.key_counts),
         "page_indices" => ("page_indices", &mut attention.page_indices),
@@ -368,8 +369,8 @@ impl<'py> Call<'py> {
         if let (Some(v), Some(format)) = (&mut self.v, v_format) {
             v.stored_as(format)?;
         }
-        let Attention { second_k, second_v, .. } = &mut self.attention;
-        for (pool, format) in [(second_k, k_format), (second_v, v_format)] {
+        let Attention { rotary_k, second_k, second_v, .. } = &mut self.attention;
+        for (pool, format) in [(rotary_k, k_format), (second_k, k_format), (second_v, v_format)] {
             if let (Some(pool), Some(format)) = (pool, format) {
                 pool.stored_as(format)?;
             }
@@ -398,13 +399,14 @@ impl<'py> Call<'py> {
         let Attention {
             k_scales,
             v_scales,
+            rotary_k,
             second_k,
             second_v,
             second_k_scales,
             second_v_scales,
             ..
         } = &mut self.attention;
-        let mut pools = [second_k, second_v].into_iter().flatten();
+        let mut pools = [rotary_k, second_k, second_v].into_iter().flatten();
         pools.try_for_each(|pool| pool.swap_heads(4, layout))?;
         let scales = [k_scales, v_scales, second_k_scales, second_v_scales];
         scales.into_iter().flatten().try_for_each(|scales| scales.swap_heads(3, layout))

@@ -98,6 +98,25 @@ def test_second_cache(normal):
         regard.attention(q, k, v, second_k=pools[0], **lists)
 
 
+def test_keys_in_two_parts(normal):
+    q, rows = normal(2, 3, HEADS, 24), normal(6, 4, 1, 24)
+    latent, rotary = (np.ascontiguousarray(x) for x in (rows[..., :16], rows[..., 16:]))
+    paged = {
+        "block_table": np.array([[4, 1], [0, 3]], np.int32),
+        "kv_lens": np.array([5, 8], np.int32),
+        "value_dim": 16,
+        "causal": True,
+    }
+    want = regard.attention(q, rows, None, **paged)
+    found = regard.attention(q, latent, None, rotary_k=rotary, **paged)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    heads_first = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (latent, rotary)]
+    found = regard.attention(q, heads_first[0], None, rotary_k=heads_first[1], kv_layout="hnd", **paged)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(regard.ArgumentError, match="rotary_k"):
+        regard.attention(q, latent, None, rotary_k=rotary[:, :2], **paged)
+
+
 def test_lists_of_pages(normal):
     q, k, v = normal(1, 2, HEADS, DIM), normal(6, 4, KV_HEADS, DIM), normal(6, 4, KV_HEADS, DIM)
     table, lens = np.array([[4, 1, 3]], np.int32), np.array([10], np.int32)

@@ -516,7 +516,20 @@ impl<'a> RowOperands<'a> {
         if let (Some(slot), Some(keys)) = (self.second_slot(key), &attention.second_k) {
             return self.read(keys, &attention.second_k_scales, slot, self.key_dim());
         }
-        self.read(&self.inputs.k, &attention.k_scales, key, self.key_dim())
+        self.read_parts(key)
+    }
+
+    /// A key of the first cache: its dims are those of `k`, then those of `rotary_k`.
+    fn read_parts(&self, key: usize) -> Stored {
+        let (k, attention) = (&self.inputs.k, &self.inputs.attention);
+        let mut numbers = vec![0.0; self.key_dim()];
+        let dims = k.shape()[k.rank() - 1] * k.dtype().values();
+        let (first, rest) = numbers.split_at_mut(dims);
+        let scale = self.read_slot(k, &attention.k_scales, key, first);
+        if let Some(rotary) = &attention.rotary_k {
+            self.read_slot(rotary, &None, key, rest);
+        }
+        self.stored(numbers, (k.dtype(), scale))
     }
 
     fn read_value(&self, key: usize) -> Stored {
@@ -530,7 +543,11 @@ impl<'a> RowOperands<'a> {
     fn read(&self, tensor: &Tensor, scales: &Option<Tensor>, key: usize, dim: usize) -> Stored {
         let mut numbers = vec![0.0; dim];
         let scale = self.read_slot(tensor, scales, key, &mut numbers);
-        let rounded = dequantized(&numbers, (tensor.dtype(), scale), self.inputs.q.dtype());
+        self.stored(numbers, (tensor.dtype(), scale))
+    }
+
+    fn stored(&self, numbers: Vec<f64>, (dtype, scale): (DType, f64)) -> Stored {
+        let rounded = dequantized(&numbers, (dtype, scale), self.inputs.q.dtype());
         let sum = numbers.iter().map(|x| x.abs()).sum();
         let largest = largest(&numbers);
         Stored { numbers, scale, rounded, sum, largest }

@@ -11,6 +11,7 @@ mod key_shape;
 mod lists;
 mod page_lists;
 mod prefix;
+mod rotary;
 mod second_list;
 mod selection;
 mod shapes;
@@ -153,6 +154,8 @@ pub struct Problem {
     pub value_dtype: DType,
     /// Whether values are a part of the keys.
     pub values: Values,
+    /// The last dims of keys, which are in a tensor of their own; 0 if keys are in one.
+    pub rotary_dim: usize,
     /// The type of the output: `dtype` or `f32`.
     pub out_dtype: DType,
     /// The features in use.
@@ -173,7 +176,8 @@ pub struct Inputs<'a, M: Memory = Host> {
     /// `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
     pub q: Tensor<'a, M>,
     /// `[B, Lk, Hkv, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size,
-    /// Hkv, Dk]` with `block_table`, `page_indices` or `indices_are_slots`.
+    /// Hkv, Dk]` with `block_table`, `page_indices` or `indices_are_slots`; with `rotary_k` the
+    /// first dims of keys only.
     pub k: Tensor<'a, M>,
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
@@ -258,6 +262,7 @@ impl Problem {
             key_dtype: dtype,
             value_dtype: dtype,
             values: Values::default(),
+            rotary_dim: 0,
             out_dtype: dtype,
             variant: Variant::default(),
             key_lists: None,
@@ -329,6 +334,7 @@ impl Problem {
             expect_dtype("value_dtype", self.value_dtype, &[values])?;
         }
         self.validate_latent_rows()?;
+        self.validate_rotary()?;
         expect_dtype("out_dtype", self.out_dtype, &[self.dtype, DType::F32])?;
         self.validate_lists()?;
         if self.variant.key_positions.is_some() && self.variant.tree {
@@ -419,6 +425,7 @@ impl Problem {
         same("key_dtype", &self.key_dtype, &other.key_dtype)?;
         same("value_dtype", &self.value_dtype, &other.value_dtype)?;
         same("values", &self.values, &other.values)?;
+        same("rotary_dim", &self.rotary_dim, &other.rotary_dim)?;
         same("out_dtype", &self.out_dtype, &other.out_dtype)?;
         let (planned, found) = (&self.variant, &other.variant);
         same("causal", &planned.causal, &found.causal)?;

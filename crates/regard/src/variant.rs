@@ -131,6 +131,11 @@ pub struct Attention<T> {
     pub v_scales: Option<T>,
     /// Whether values are a part of the keys.
     pub values: Values,
+    /// The shape of `k` with other dims (Dr for Dv), of its type: the last dims of keys, of which
+    /// `k` has the first ones: key `j` is `[k_j, rotary_k_j]`, and Dk is Dv + Dr. Values are then
+    /// all of `k` ([`Values::KeyPrefix`]): latent and rotary rows in two pools. Both have the
+    /// scales of `k_scales`. Not given together with `second_k`.
+    pub rotary_k: Option<T>,
     /// `[rows, Hkv]` or `[rows, 1]`, and `n` entries each, `i32`: the keys that each query row
     /// attends to, instead of all. Rows are those of `q`: row `b * Lq + i`, or `i` of `[total, Hq,
     /// D]`. An entry is a position of the row's sequence. Entries that are negative, or not below
@@ -184,7 +189,7 @@ pub struct Attention<T> {
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 25;
+const MAX_TENSORS: usize = 26;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -219,6 +224,7 @@ impl<T> Attention<T> {
             k_scales: tensor("k_scales"),
             v_scales: tensor("v_scales"),
             values: Values::default(),
+            rotary_k: tensor("rotary_k"),
             key_indices: tensor("key_indices"),
             key_counts: tensor("key_counts"),
             indices_are_slots: false,
@@ -259,6 +265,7 @@ impl<T> Attention<T> {
             k_scales: self.k_scales.as_ref(),
             v_scales: self.v_scales.as_ref(),
             values: self.values,
+            rotary_k: self.rotary_k.as_ref(),
             key_indices: self.key_indices.as_ref(),
             key_counts: self.key_counts.as_ref(),
             indices_are_slots: self.indices_are_slots,
@@ -311,6 +318,7 @@ impl<T> Attention<T> {
             k_scales: each("k_scales", self.k_scales)?,
             v_scales: each("v_scales", self.v_scales)?,
             values: self.values,
+            rotary_k: each("rotary_k", self.rotary_k)?,
             key_indices: each("key_indices", self.key_indices)?,
             key_counts: each("key_counts", self.key_counts)?,
             indices_are_slots: self.indices_are_slots,

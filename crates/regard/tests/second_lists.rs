@@ -122,3 +122,39 @@ fn every_gpu_takes_a_second_cache() {
         assert!(text.contains("30 of a second cache"), "{name}: {text}");
     }
 }
+
+/// A plan serves second lists up to its own, and no longer ones.
+#[test]
+fn second_lists_longer_than_planned_are_refused() {
+    let keys = Keys::Paged { block_size: 4, interleaved: false };
+    let spec = |second: usize| {
+        let lists = ListSpec {
+            of: ListEntries::Slots,
+            caches: Caches::Two { second },
+            ..ListSpec::new(5 + second, Entries::Any)
+        };
+        Spec { keys, ..Spec::new("planned").lengths(&[(2, 20)]).lists(lists) }.legal()
+    };
+    let machine = support::machine(regard::cpu::Level::Scalar, 1);
+    let plan = Plan::new(&spec(6).problem(true), &machine).unwrap();
+    let run = |second: usize| {
+        spec(second)
+            .generate()
+            .run(|inputs, outputs| plan.run(inputs, outputs, &mut vec![0; plan.workspace_bytes()]))
+    };
+    for second in [0, 5, 6] {
+        run(second).unwrap();
+    }
+    let error = run(7).expect_err("longer than planned");
+    assert!(matches!(error, Error::Argument { .. }), "{error}");
+    assert_eq!(error.to_string(), "`second_indices` is 7; allowed: at most 6, as planned");
+    // A plan without second lists serves none.
+    let one = ListSpec { of: ListEntries::Slots, ..ListSpec::new(5, Entries::Any) };
+    let one = Spec { keys, ..Spec::new("one").lengths(&[(2, 20)]).lists(one) }.legal();
+    let plan = Plan::new(&one.problem(true), &machine).unwrap();
+    let given = spec(0)
+        .generate()
+        .run(|inputs, outputs| plan.run(inputs, outputs, &mut vec![0; plan.workspace_bytes()]));
+    let error = given.expect_err("planned without").to_string();
+    assert!(error.contains("`second_indices` is given"), "{error}");
+}

@@ -123,6 +123,7 @@ pub fn with_operands<R>(
         second_v_scales: pointer(tensors.second_v_scales.as_ref()),
         second_indices: pointer(tensors.second_indices.as_ref()),
         second_counts: pointer(tensors.second_counts.as_ref()),
+        rotary_k: pointer(tensors.rotary_k.as_ref()),
     };
     work(&operands)
 }

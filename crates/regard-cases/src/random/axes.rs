@@ -62,6 +62,7 @@ fn sizes(spec: &Spec) -> Vec<Axis> {
         (
             "values in",
             match spec.values {
+                Values::KeyPrefix if spec.rotary_dim > 0 => "the keys, which are in two parts",
                 Values::KeyPrefix => "the keys",
                 _ => "a tensor of their own",
             },

@@ -62,6 +62,8 @@ fn storage(spec: &Spec, words: &mut Words) {
         words.add_if(scaled, format!("{scales:?} scales per {granularity:?}").to_lowercase());
     }
     words.add_if(spec.values == Values::KeyPrefix, "values a prefix of the keys".into());
+    let parts = format!("{} rotary dims in a tensor of their own", spec.rotary_dim);
+    words.add_if(spec.rotary_dim > 0, parts);
     words.add_if(spec.layout == Layout::Bhsd, "bhsd".into());
     words.add_if(spec.padding > 0, format!("padding {}", spec.padding));
     let memory = &spec.memory;

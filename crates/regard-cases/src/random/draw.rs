@@ -174,6 +174,11 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
             spec.cache = CacheSpec::new(DType::Mla656, Granularity::Token, Scales::Fitted);
         }
     }
+    // Rotary dims in a tensor of their own.
+    if noise.one_in(3) {
+        let dims = noise.pick(&[64, 64, 32, 8, 1]);
+        spec.rotary_dim = dims.min(spec.head_dim / 2);
+    }
     spec
 }
 

@@ -92,6 +92,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
 /// How keys and values are stored, which keys a row attends to, and which sequences share them.
 fn caches_and_lists(spec: &Spec, with: With) {
     with(&|s| s.cache = CacheSpec::default());
+    with(&|s| s.rotary_dim = 0);
     with(&|s| s.values = Values::Separate);
     with(&|s| s.cache.k = None);
     with(&|s| s.cache.v = None);

@@ -56,6 +56,8 @@ pub enum Scales {
 pub(super) enum Operand {
     Key,
     Value,
+    /// The last dims of keys in two parts.
+    Rotary,
 }
 
 /// One key (or value) of one head.
@@ -155,7 +157,8 @@ impl Spec {
 
     /// The last dimensions of keys and values, in elements.
     pub(super) fn stored_dims(&self) -> [usize; 2] {
-        [self.head_dim / self.key_dtype().values(), self.value_dim / self.value_dtype().values()]
+        let (keys, values) = (self.key_dtype().values(), self.value_dtype().values());
+        [self.latent_dim() / keys, self.value_dim / values]
     }
 
     /// Keys and values, and their scales.
@@ -181,12 +184,16 @@ impl Spec {
             let pool = pool.into_data(dtype);
             return [key_place.over(pool.clone()), value_place.over(pool)];
         }
-        [(key_place, Operand::Key), (value_place, Operand::Value)].map(|(place, operand)| {
-            let dtype = self.stored_as(operand);
-            let mut buffer = self.unseen_slots(dtype, place.end);
-            self.fill(&mut buffer, place, operand, table);
-            place.over(buffer.into_data(dtype))
-        })
+        [(key_place, Operand::Key), (value_place, Operand::Value)]
+            .map(|(place, operand)| self.stored(place, operand, table))
+    }
+
+    /// An operand in memory of its own.
+    pub(super) fn stored(&self, place: &Place, operand: Operand, table: &[Vec<i32>]) -> Array {
+        let dtype = self.stored_as(operand);
+        let mut buffer = self.unseen_slots(dtype, place.end);
+        self.fill(&mut buffer, place, operand, table);
+        place.over(buffer.into_data(dtype))
     }
 
     /// The layout of scales, in the dimension order of keys; `None` for operands without scales.
@@ -243,7 +250,7 @@ impl Spec {
 
     fn stored_as(&self, operand: Operand) -> DType {
         match operand {
-            Operand::Key => self.key_dtype(),
+            Operand::Key | Operand::Rotary => self.key_dtype(),
             Operand::Value => self.value_dtype(),
         }
     }
@@ -294,7 +301,14 @@ impl Spec {
     fn fill(&self, buffer: &mut Buffer, place: &Place, operand: Operand, table: &[Vec<i32>]) {
         let dtype = self.stored_as(operand);
         self.each_key(table, |outer, key_row| {
-            buffer.store(place.at(outer), &self.row(operand, key_row), dtype);
+            let mut row = self.row(operand, key_row);
+            // Both parts of a key are parts of the same numbers.
+            match operand {
+                Operand::Key => row.numbers.truncate(self.latent_dim()),
+                Operand::Rotary => drop(row.numbers.drain(..self.latent_dim())),
+                Operand::Value => {}
+            }
+            buffer.store(place.at(outer), &row, dtype);
         });
     }
 
@@ -302,7 +316,7 @@ impl Spec {
     /// head, and on nothing else.
     fn row(&self, operand: Operand, KeyRow { id, key, head }: KeyRow) -> Row {
         let (purpose, numbers, dim) = match operand {
-            Operand::Key => (Use::Key, self.contents.k, self.head_dim),
+            Operand::Key | Operand::Rotary => (Use::Key, self.contents.k, self.head_dim),
             Operand::Value => (Use::Value, self.contents.v, self.value_dim),
         };
         let dtype = self.stored_as(operand);

@@ -65,6 +65,7 @@ impl Spec {
             key_dtype: self.key_dtype(),
             value_dtype: self.value_dtype(),
             values: self.values,
+            rotary_dim: self.rotary_dim,
             out_dtype: self.out_dtype,
             variant: Variant {
                 causal: self.causal && !self.tree,
@@ -177,6 +178,10 @@ mod device {
             attention.k_scales = k_scales.map(key_order);
             attention.v_scales = v_scales.map(key_order);
             self.outline_second_cache(&mut addresses, &mut attention)?;
+            if let Some(place) = self.place_rotary(&cache.keys) {
+                let rotary = addresses.tensor(self.key_dtype(), &place)?;
+                attention.rotary_k = Some(if swap_keys { rotary.bhsd() } else { rotary });
+            }
             if let Some(mask) = &self.mask {
                 attention.mask = Some(addresses.tensor(mask.dtype, &self.place_mask(mask))?);
             }

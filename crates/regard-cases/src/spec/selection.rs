@@ -199,7 +199,11 @@ impl Spec {
     }
 
     /// The lists and their counts.
-    pub(super) fn list_tensors(&self, table: &[Vec<i32>]) -> Option<(Array, Option<Array>)> {
+    pub(super) fn list_tensors(
+        &self,
+        table: &[Vec<i32>],
+        blocks: usize,
+    ) -> Option<(Array, Option<Array>)> {
         let lists = self.lists.as_ref().filter(|_| !self.lists_pages())?;
         let (rows, heads) = (self.list_rows(), self.list_heads());
         let mut strays = Noise::new(self.seed, &[Use::List as u64]);
@@ -215,7 +219,7 @@ impl Spec {
                     if lists.of == ListEntries::Slots {
                         let keys = sequence.kv_len;
                         entries.iter_mut().for_each(|entry| {
-                            *entry = self.slot(*entry, keys, &table[index]);
+                            *entry = self.slot(*entry, keys, &table[index], blocks);
                         });
                     }
                     for entry in &mut entries[count..] {
@@ -232,8 +236,9 @@ impl Spec {
         Some((indices, counts))
     }
 
-    /// The physical slot of a key; outside of the pool if the sequence has no such key.
-    fn slot(&self, entry: i32, keys: usize, table: &[i32]) -> i32 {
+    /// The physical slot of a key; outside of the pool of `blocks` blocks if the sequence has no
+    /// such key, often by one.
+    fn slot(&self, entry: i32, keys: usize, table: &[i32], blocks: usize) -> i32 {
         let Keys::Paged { block_size, .. } = self.keys else {
             unreachable!("legal: physical slots are of pages")
         };
@@ -243,7 +248,8 @@ impl Spec {
                 let first = table[key / block_size].wrapping_mul(block_size as i32);
                 first.wrapping_add((key % block_size) as i32)
             }
-            Ok(_) => i32::MAX - entry % 3,
+            Ok(_) if entry % 4 == 3 => i32::MAX - entry % 3,
+            Ok(_) => (blocks * block_size) as i32,
             Err(_) => entry,
         }
     }

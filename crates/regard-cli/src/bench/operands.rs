@@ -206,6 +206,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         kv_heads: problem.kv_heads,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
+        rotary_dim: problem.rotary_dim,
         sequences: query_lens.into_iter().enumerate().map(sequence).collect(),
         ragged_queries: ragged,
         keys,

@@ -87,6 +87,7 @@ def _attention(
     second_v_scales: Optional[Tensor] = None,
     second_indices: Optional[Tensor] = None,
     second_counts: Optional[Tensor] = None,
+    rotary_k: Optional[Tensor] = None,
 ) -> Tensor:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
@@ -140,6 +141,7 @@ def _attention_with_lse(
     second_v_scales: Optional[Tensor] = None,
     second_indices: Optional[Tensor] = None,
     second_counts: Optional[Tensor] = None,
+    rotary_k: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)

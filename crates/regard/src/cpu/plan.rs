@@ -93,6 +93,8 @@ pub fn problem_heads_per_item(problem: &Problem, tiling: &Tiling, tokens: usize)
     match problem.key_lists {
         // Items of several heads read all of them with one stride.
         Some(lists) if lists.per_head || lists.second.is_some() => 1,
+        // Both parts of keys are put together in the row tile of one head.
+        _ if problem.rotary_dim > 0 => 1,
         _ => heads_per_item(tiling, walk_rows(problem, tokens), problem.kv_heads),
     }
 }

@@ -364,6 +364,7 @@ fn attend_shared(
             k_scales: inputs.attention.k_scales,
             v_scales: inputs.attention.v_scales,
             values: inputs.attention.values,
+            rotary_k: inputs.attention.rotary_k,
             ..Attention::default()
         };
         let inputs = Inputs::new(q, inputs.k, inputs.v, attention);

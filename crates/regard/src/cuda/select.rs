@@ -53,6 +53,9 @@ fn check_limits(problem: &Problem, facts: &CudaFacts) -> Result<(), String> {
             facts.compute_capability % 10
         ));
     }
+    if problem.rotary_dim > 0 {
+        return Err("`rotary_k` is given, and no CUDA kernel reads keys in two parts".into());
+    }
     let keys = problem.kv_len.max(problem.walked_keys());
     if keys > MAX_KEYS {
         return Err(format!("{keys} keys; CUDA kernels take up to {MAX_KEYS}"));

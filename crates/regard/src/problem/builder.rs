@@ -151,6 +151,7 @@ mod tests {
             kv_heads: 4,
             head_dim: 576,
             value_dim: 512,
+            rotary_dim: 0,
             query_len: 5,
             kv_len: 700,
             queries: QueryStorage::Ragged { total: 11 },

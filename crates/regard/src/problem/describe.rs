@@ -65,6 +65,8 @@ impl Problem {
             queries,
             keys,
             given(self.values == Values::KeyPrefix, "values a prefix of the keys"),
+            (self.rotary_dim > 0)
+                .then(|| format!("{} rotary dims in a tensor of their own", self.rotary_dim)),
             variant.mask.map(|dtype| format!("{dtype} mask")),
             given(variant.tree, "tree mask"),
             variant.key_positions.map(|layout| match layout {
@@ -96,22 +98,9 @@ mod tests {
             batch: 2,
             query_heads: 32,
             kv_heads: 8,
-            head_dim: 128,
-            value_dim: 128,
             query_len: 16,
             kv_len: 4096,
-            queries: QueryStorage::Batched,
-            keys: KvStorage::Batched,
-            dtype: DType::BF16,
-            key_dtype: DType::BF16,
-            value_dtype: DType::BF16,
-            values: Values::Separate,
-            out_dtype: DType::BF16,
-            variant: Variant::default(),
-            key_lists: None,
-            prefix_groups: 0,
-            lse: false,
-            batch_invariant: false,
+            ..Problem::new(DType::BF16, 128)
         };
         let plain = "2 x 32/8 heads, 16 x 4096 tokens, head dim 128";
         assert_eq!(problem.description(), format!("{plain}, bf16"));
@@ -163,6 +152,10 @@ mod tests {
         assert!(problem.description().contains("bf16 over e4m3/q8_0 to f32"));
         (problem.value_dtype, problem.values) = (DType::E4M3, Values::KeyPrefix);
         assert!(problem.description().contains(", values a prefix of the keys, bool mask"));
+        problem.rotary_dim = 64;
+        let parts = ", values a prefix of the keys, 64 rotary dims in a tensor of their own, bool";
+        assert!(problem.description().contains(parts));
+        problem.rotary_dim = 0;
         problem.values = Values::Separate;
         problem.variant.window = Window { left: None, right: Some(3) };
         problem.keys = KvStorage::Ragged;

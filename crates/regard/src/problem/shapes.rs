@@ -34,6 +34,7 @@ impl<M: Memory> Inputs<'_, M> {
             unreachable!("q has 3 or 4 dimensions")
         };
         let keys = self.key_shape(queries.batch)?;
+        self.check_rotary()?;
         self.check_keys_match(head_dim)?;
         let last = k.rank() - 1;
         let mut problem = Problem {
@@ -50,6 +51,7 @@ impl<M: Memory> Inputs<'_, M> {
             key_dtype: k.dtype(),
             value_dtype: v.dtype(),
             values: attention.values,
+            rotary_dim: self.rotary_dim(),
             out_dtype,
             variant: attention.variant(),
             key_lists: self.key_lists(),
@@ -179,11 +181,18 @@ impl<M: Memory> Inputs<'_, M> {
         let last = k.rank() - 1;
         expect_shape("v", &v.shape()[..last], &k.shape()[..last], "as k has, but for the last")?;
         let stored_head_dim = k.shape()[last].saturating_mul(k.dtype().values());
-        if stored_head_dim != head_dim {
+        let rotary_dim = self.rotary_dim();
+        if stored_head_dim.saturating_add(rotary_dim) != head_dim {
+            let (found, allowed) = match &self.attention.rotary_k {
+                None => (String::new(), "as q has"),
+                Some(_) => {
+                    (format!(" beside {rotary_dim} of rotary_k"), "as q has, in both together")
+                }
+            };
             return Err(Error::argument(
                 "k",
-                format!("of head dim {stored_head_dim}"),
-                format!("{head_dim}, as q has"),
+                format!("of head dim {stored_head_dim}{found}"),
+                format!("{head_dim}, {allowed}"),
             ));
         }
         Ok(())

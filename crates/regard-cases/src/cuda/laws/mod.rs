@@ -11,6 +11,7 @@ mod invariance;
 mod mask_map;
 mod merge;
 mod schedule;
+mod selection;
 
 use super::Runner;
 use crate::check::Failure;
@@ -38,6 +39,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "poison-never-shows", check: invariance::poison_never_shows },
     Law { name: "same-bits-twice", check: invariance::same_bits_twice },
     Law { name: "plan-for-more", check: invariance::plan_for_more },
+    Law { name: "full-lists-are-one", check: selection::full_lists_are_one },
     Law { name: "graph-decode", check: graphs::decode },
     Law { name: "graph-ragged", check: graphs::ragged },
     Law { name: "graph-shards", check: graphs::shards },

@@ -1,6 +1,7 @@
 //! The call that an item is part of: operands, inner loops and sizes.
 
 use super::item::Item;
+use super::list_tile::ListTile;
 use super::scratch::{Scratch, Sizes};
 use super::softmax::{ScoreModifiers, SoftmaxFn};
 use crate::cpu::product::ProductTable;
@@ -68,6 +69,14 @@ impl<'a> ItemContext<'a> {
     #[inline(always)]
     pub fn sizes(&self) -> &'a Sizes {
         &self.call.sizes
+    }
+
+    /// The entries of the tile that is being walked, if rows have lists of keys; else null.
+    pub fn list(&self) -> *const ListTile {
+        match self.call.problem.key_lists {
+            Some(_) => self.scratch.list.cast_const(),
+            None => std::ptr::null(),
+        }
     }
 
     /// The unnormalized output of one of the item's rows.

@@ -100,10 +100,7 @@ impl<'a> Operand<'a> {
     ) -> Operand<'a> {
         let ItemContext { call, item, .. } = ctx;
         let (sequence, head) = (&item.sequence, item.heads.start);
-        let list = match call.problem.key_lists {
-            Some(_) => ctx.scratch.list.cast_const(),
-            None => std::ptr::null(),
-        };
+        let list = ctx.list();
         let Pools { first: tensor, scales, second } = pools;
         let scales = scales.as_ref().map(|scales| {
             let addresses = KeyAddresses::for_scales(call.inputs, scales, tensor, sequence, head);
@@ -249,10 +246,8 @@ impl RowReader {
     }
 
     /// The function that converts a row of keys to the products' type.
-    pub fn function_for<const PAIRED: bool>(&self, call: &Call) -> ConvertFn {
-        let dtype = call.problem.key_dtype;
-        debug_assert!(!PAIRED || self.converts(), "pairs of bf16 are read in place");
-        call.products.convert[convert::index(dtype)]
+    pub fn function_for(&self, call: &Call) -> ConvertFn {
+        call.products.convert[convert::index(call.problem.key_dtype)]
     }
 
     /// The rows at `addresses + offset` as products read them. `buffer` has room for their

@@ -1,33 +1,42 @@
 //! Values that are a prefix of the keys: the rows of a tile are converted once, to where both
-//! products read them.
+//! products read them. Keys in two parts are put together there.
 
 use super::address::KeyAddresses;
 use super::call::ItemContext;
 use super::item::{KeyWalk, TileSpan};
 use super::operand::Operand;
 use crate::cpu::vector::Storage;
+use half::bf16;
 
 /// The rows of the tile that an item walks, as products read them: `[key in tile][dim]`.
-pub struct RowTile {
+pub struct RowTile<'a> {
     data: *mut u8,
     row_bytes: usize,
+    /// Where the last dims of keys are, if those are in two parts.
+    rotary: Option<KeyAddresses<'a>>,
 }
 
-impl RowTile {
+impl<'a> RowTile<'a> {
     /// The item's row tile, if it has one. Items of several heads have none: they are walked in
     /// memory order, a few keys of each head at a time. Few rows read f16 and bf16 in place, and
-    /// many rows amortise the packing of keys and values.
+    /// many rows amortise the packing of keys and values. Keys in two parts always have one.
     pub fn new<E: Storage, const PAIRED: bool>(
-        ctx: ItemContext,
+        ctx: ItemContext<'a>,
         keys: &Operand,
-    ) -> Option<RowTile> {
-        let ItemContext { item, scratch, .. } = ctx;
+    ) -> Option<RowTile<'a>> {
+        let ItemContext { call, item, scratch } = ctx;
         let widens = !PAIRED && E::INDEX != <f32 as Storage>::INDEX && item.walk == KeyWalk::Verify;
-        let used =
-            ctx.sizes().has_row_tile && item.heads.len() == 1 && (keys.reader.converts() || widens);
+        let rotary = call.inputs.attention.rotary_k.as_ref().map(|rotary| {
+            debug_assert!(ctx.sizes().has_row_tile && item.heads.len() == 1, "planned so");
+            let (sequence, head) = (&item.sequence, item.heads.start);
+            KeyAddresses::new(call.inputs, rotary, sequence, head).listed(ctx.list())
+        });
+        let copies = keys.reader.converts() || widens || rotary.is_some();
+        let used = ctx.sizes().has_row_tile && item.heads.len() == 1 && copies;
         used.then(|| RowTile {
             data: scratch.row_tile,
             row_bytes: ctx.sizes().padded_head_dim * size_of::<f32>(),
+            rotary,
         })
     }
 
@@ -36,14 +45,17 @@ impl RowTile {
     ///
     /// # Safety
     /// As [`run_item`](super::attend::run_item), for a tile of the item.
-    pub unsafe fn load<'a, const PAIRED: bool>(
+    pub unsafe fn load<const PAIRED: bool>(
         &self,
         ctx: ItemContext<'a>,
         keys: &Operand<'a>,
         span: &TileSpan,
     ) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
-        let convert = keys.reader.function_for::<PAIRED>(call);
+        let convert = keys.reader.function_for(call);
+        let rotary_dim = call.problem.rotary_dim;
+        let latent_dim = ctx.sizes().head_dim - rotary_dim;
+        let element_bytes = if PAIRED { size_of::<bf16>() } else { size_of::<f32>() };
         // SAFETY: the scratch has room for the addresses of a tile and for its rows; each address
         // is that of a visible key.
         unsafe {
@@ -52,7 +64,14 @@ impl RowTile {
             keys.addresses(span, addresses);
             for (i, &address) in addresses.iter().enumerate() {
                 let to = self.data.add((span.valid.start + i) * self.row_bytes);
-                convert(address, to, ctx.sizes().head_dim);
+                convert(address, to, latent_dim);
+            }
+            if let Some(rotary) = &self.rotary {
+                rotary.addresses(span.first_key(), addresses);
+                for (i, &address) in addresses.iter().enumerate() {
+                    let row = self.data.add((span.valid.start + i) * self.row_bytes);
+                    convert(address, row.add(latent_dim * element_bytes), rotary_dim);
+                }
             }
         }
         let rows = KeyAddresses::for_tile(self.data, self.row_bytes, span.tile_start);

@@ -40,7 +40,8 @@ pub struct Sizes {
     pub block_rows: usize,
     /// Maximum rows, over all heads, of an item that takes several heads.
     pub item_rows: usize,
-    /// Bytes of a key and of a value of one head, as they are stored.
+    /// Bytes of a key and of a value of one head, as they are stored; of keys in two parts, those
+    /// of the first.
     pub key_bytes: usize,
     pub value_bytes: usize,
     /// The padded dim of converted rows; 0 if none are converted.
@@ -80,11 +81,12 @@ impl Sizes {
             tile_keys: tiling.tile_keys,
             block_rows: tiling.block_rows,
             item_rows,
-            key_bytes: stored(problem.key_dtype, problem.head_dim),
+            key_bytes: stored(problem.key_dtype, problem.head_dim - problem.rotary_dim),
             value_bytes: stored(problem.value_dtype, problem.value_dim),
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
-            has_row_tile: problem.values == Values::KeyPrefix && (converts || !in_f32),
+            has_row_tile: problem.values == Values::KeyPrefix
+                && (converts || !in_f32 || problem.rotary_dim > 0),
             serial_splits,
             listed: problem.key_lists.is_some(),
         }
