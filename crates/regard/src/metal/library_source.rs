@@ -5,7 +5,11 @@ use super::params;
 /// A file of kernels: its name and text.
 type File = (&'static str, &'static str);
 
-const COMMON: File = ("common.metal", include_str!("kernels/common.metal"));
+/// What all kinds of kernels use.
+const COMMON: [File; 2] = [
+    ("common.metal", include_str!("kernels/common.metal")),
+    ("scores.metal", include_str!("kernels/scores.metal")),
+];
 
 /// Kernels that need no others of the source.
 struct Kind {
@@ -64,7 +68,7 @@ fn text<'a>(files: impl Iterator<Item = &'a File>) -> String {
         "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n{}",
         params::declarations()
     );
-    for (name, text) in std::iter::once(&COMMON).chain(files) {
+    for (name, text) in COMMON.iter().chain(files) {
         source.push_str(&format!("\n#line 1 \"{name}\"\n{text}"));
     }
     source
