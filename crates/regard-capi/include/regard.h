@@ -546,9 +546,10 @@ typedef struct regard_block_copy {
 typedef struct regard_block_copies {
   // `sizeof(regard_block_copies)`, in bytes.
   size_t size;
-  // `pool_count` pointers to tensors: keys, values and scales of all layers, `[blocks, block_size, ...]`,
-  // with any further dimensions and any strides. All have as many blocks and slots; a pool with
-  // something per block instead of per slot has 1 in place of `block_size`. Written.
+  // `pool_count` pointers to tensors: keys, values and scales of all layers, `[blocks,
+  // block_size, ...]`, with any further dimensions and any strides. All have as many blocks and
+  // slots; a pool with something per block instead of per slot has 1 in place of `block_size`.
+  // Written.
   const struct regard_tensor *const *pools;
   // How many pools there are.
   size_t pool_count;
@@ -703,8 +704,8 @@ regard_status regard_append_load(const struct regard_device *device);
 
 // Copies blocks of a cache's pools, as a page allocator asks for before new tokens are appended
 // (copy on write). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null for the
-// default stream). On the CPU it is done when the call returns, and `stream` is null. Metal refuses
-// it: an `id<MTLBlitCommandEncoder>` copies there.
+// default stream). On the CPU it is done when the call returns, and `stream` is null. Metal
+// refuses it: an `id<MTLBlitCommandEncoder>` copies there.
 regard_status regard_copy_blocks(const struct regard_block_copies *copies,
                                  const struct regard_device *device,
                                  void *stream);
@@ -725,6 +726,21 @@ regard_status regard_merge_run(const struct regard_merge *merge,
 
 // Loads what `regard_merge_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_merge_load(const struct regard_device *device);
+
+// Takes compiled pipelines from a file of `regard_device_save_archive`, from now on and in place
+// of another such file: pipelines that are in it are not compiled again. Without such a file there
+// is nothing to take. `path` is UTF-8. For Metal; the CPU and CUDA ship compiled code, so that
+// nothing is read there.
+regard_status regard_device_use_archive(const struct regard_device *device, const char *path);
+
+// Writes all pipelines that the device has loaded to a binary archive, in place of a file that is
+// there, and their number to `pipelines`, unless that is null. Metal reads it on GPUs and systems
+// of the same version; elsewhere pipelines are compiled as if it were empty. `path` is UTF-8. For
+// Metal; the CPU and CUDA ship compiled code, so that nothing is written there, and the number is
+// 0.
+regard_status regard_device_save_archive(const struct regard_device *device,
+                                         const char *path,
+                                         size_t *pipelines);
 
 // Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
 // share prefixes. All layers of a step have the same lengths, so one call serves all of them:
@@ -787,20 +803,6 @@ regard_status regard_plan_run_prepared(const struct regard_plan *plan,
 regard_status regard_plan_tile_map(const struct regard_plan *plan,
                                    const struct regard_operands *operands,
                                    struct regard_tile_map *map);
-// Takes compiled pipelines from a file of `regard_device_save_archive`, from now on and in place
-// of another such file: pipelines that are in it are not compiled again. Without such a file there
-// is nothing to take. `path` is UTF-8. For Metal; the CPU and CUDA ship compiled code, so that
-// nothing is read there.
-regard_status regard_device_use_archive(const struct regard_device *device, const char *path);
-
-// Writes all pipelines that the device has loaded to a binary archive, in place of a file that is
-// there, and their number to `pipelines`, unless that is null. Metal reads it on GPUs and systems
-// of the same version; elsewhere pipelines are compiled as if it were empty. `path` is UTF-8. For
-// Metal; the CPU and CUDA ship compiled code, so that nothing is written there, and the number is
-// 0.
-regard_status regard_device_save_archive(const struct regard_device *device,
-                                         const char *path,
-                                         size_t *pipelines);
 
 #ifdef __cplusplus
 }  // extern "C"
