@@ -167,9 +167,11 @@ impl Named {
             Named::Test(name) => {
                 ["crates", "examples"].map(|folder| format!("{folder}/*/tests/{name}.rs")).to_vec()
             }
-            Named::Example(name) => [format!("{name}.rs"), format!("{name}/main.rs")]
-                .map(|file| format!("crates/*/examples/{file}"))
-                .to_vec(),
+            Named::Example(name) => vec![
+                format!("crates/*/examples/{name}.rs"),
+                format!("crates/*/examples/{name}/main.rs"),
+                format!("fuzz/examples/{name}.rs"),
+            ],
         }
     }
 }
