@@ -49,12 +49,17 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
         || of("keys as", "scales").is_some_and(|(a, b)| a.1 == "codes" && b.1 == "none")
         || of("values as", "scales").is_some_and(|(a, b)| a.1 == "codes" && b.1 == "none")
         || of("scale per", "scales").is_some_and(|(a, b)| (a.1 == "nothing") != (b.1 == "none"))
-        // Blocks are of 32 values, and their scales are f16.
+        // Blocks are of 32 values and more.
         || both(("keys as", "blocks"), ("Dk", "up to 31"))
-        || both(("values as", "blocks"), ("v", "huge"))
         // Values that are a prefix of the keys have no half of a page of their own.
         || of("values in", "storage").is_some_and(|(values, storage)| {
             values.1.starts_with("the keys") && storage.1.starts_with("interleaved pages")
+        })
+        // Keys in two parts have more dims than values, and no second cache.
+        || of("values in", "Dv")
+            .is_some_and(|(values, dim)| values.1.contains("two parts") && dim.1 == "as Dk")
+        || of("values in", "lists").is_some_and(|(values, lists)| {
+            values.1.contains("two parts") && lists.1.contains("two caches")
         })
         || both(("batch", "some"), ("rows", "none"))
         || both(("batch", "some"), ("keys", "none"))
