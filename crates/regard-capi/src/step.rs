@@ -228,46 +228,41 @@ pub unsafe extern "C" fn regard_plan_tile_map(
     operands: *const Operands,
     map: *mut TileMap,
 ) -> Status {
-    // The backends' structs have the same fields.
-    macro_rules! found {
-        ($map:expr) => {
-            match $map {
-                None => TileMap { size: size_of::<TileMap>(), ..TileMap::default() },
-                Some(map) => TileMap {
-                    size: size_of::<TileMap>(),
-                    at: map.at,
-                    bytes: map.bytes(),
-                    batch: map.batch as i64,
-                    heads: map.heads as i64,
-                    row_blocks: map.row_blocks as i64,
-                    key_tiles: map.key_tiles as i64,
-                    block_rows: map.block_rows as i64,
-                    tile_keys: map.tile_keys as i64,
-                },
-            }
-        };
-    }
+    let found = |map: Option<regard::cpu::TileMap>| match map {
+        None => TileMap { size: size_of::<TileMap>(), ..TileMap::default() },
+        Some(map) => TileMap {
+            size: size_of::<TileMap>(),
+            at: map.at,
+            bytes: map.bytes(),
+            batch: map.batch as i64,
+            heads: map.heads as i64,
+            row_blocks: map.row_blocks as i64,
+            key_tiles: map.key_tiles as i64,
+            block_rows: map.block_rows as i64,
+            tile_keys: map.tile_keys as i64,
+        },
+    };
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
         let Plan { plan, runner, .. } = expect_plan(plan)?;
         let operands = convert::read("operands", operands)?;
-        let found = match runner {
+        let map_found = match runner {
             Runner::Cpu(_) => {
                 let (inputs, outputs) = convert::operands(&operands)?;
-                found!(regard::cpu::tile_map(plan, &inputs, &outputs)?)
+                found(regard::cpu::tile_map(plan, &inputs, &outputs)?)
             }
             #[cfg(feature = "cuda")]
             Runner::Cuda(_) => {
                 let (inputs, outputs) = convert::operands(&operands)?;
-                found!(regard::cuda::tile_map(plan, &inputs, &outputs)?)
+                found(regard::cuda::tile_map(plan, &inputs, &outputs)?)
             }
             #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
             Runner::Metal(_) => {
                 let (inputs, outputs) = convert::operands(&operands)?;
-                found!(regard::metal::tile_map(plan, &inputs, &outputs)?)
+                found(regard::metal::tile_map(plan, &inputs, &outputs)?)
             }
             Runner::Absent => return Err(not_here(plan)),
         };
-        convert::write("map", map, &found)
+        convert::write("map", map, &map_found)
     })
 }

@@ -60,6 +60,7 @@ mod select;
 mod split;
 pub mod state;
 mod tensor;
+mod tile_map;
 mod variant;
 
 pub use alibi::alibi_slopes;

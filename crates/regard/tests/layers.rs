@@ -13,7 +13,7 @@ use std::path::Path;
 
 /// The top-level modules, from the bottom up. Modules of one line do not know each other.
 const LAYERS: &[&[&str]] = &[
-    &["alibi", "apple_chips", "error", "format", "race", "params", "memory"],
+    &["alibi", "apple_chips", "error", "format", "race", "params", "memory", "tile_map"],
     &["level", "dtype", "state"],
     &["tensor", "quantize"],
     &["expect", "machine"],

@@ -28,11 +28,11 @@ mod vector;
 mod walk;
 mod workspace;
 
+pub use crate::tile_map::TileMap;
 pub use device::Cpu;
 #[cfg(feature = "rayon")]
 pub use executor::Rayon;
 pub use executor::{Executor, Inline, run_on_foreign_threads};
-pub use mask_map::TileMap;
 pub use pool::{DefaultExecutor, Threads};
 pub use workspace::Workspace;
 
@@ -80,7 +80,7 @@ pub fn map_mask(
     let Some((map, mask)) = tile_map(plan, inputs, outputs)?.zip(inputs.attention.mask) else {
         return Ok(());
     };
-    map.fill(&mut workspace[map.at..map.at + map.bytes()], &mask, executor);
+    mask_map::fill(&map, &mut workspace[map.at..map.at + map.bytes()], &mask, executor);
     Ok(())
 }
 
@@ -102,12 +102,16 @@ pub fn run_mapped(
 /// makes it. `None` if no map is used: there is no mask, there are no rows, rows have lists of
 /// keys, or the map would be larger than planned.
 ///
+/// Heads are query heads, and rows the query tokens of a head, as many as the plan is for. A tile
+/// is of kind 1 under a boolean mask only, which hides none of its keys; an additive mask is read
+/// wherever it does not hide all.
+///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is not for a CPU.
 pub fn tile_map(plan: &Plan, inputs: &Inputs, outputs: &Outputs) -> Result<Option<TileMap>, Error> {
     let (problem, cpu, _) = checked(plan, inputs, outputs, None)?;
-    let space = cpu.map.filter(|_| problem.rows() > 0);
-    Ok(space.and_then(|space| TileMap::new(&space, &cpu.tiling, plan.problem(), inputs)))
+    let place = cpu.map.filter(|_| problem.rows() > 0);
+    Ok(place.and_then(|place| mask_map::tile_map(&place, &cpu.tiling, plan.problem(), inputs)))
 }
 
 /// What the workspace has before a run.
@@ -163,13 +167,14 @@ fn run_prepared(
             return Ok(());
         }
     }
-    // The map lies behind all that runs write.
-    let space = cpu.map.filter(|_| prepared.tile_map);
-    let end = space.map_or(workspace.len(), |space| space.at);
+    // The map is behind all that runs write.
+    let place = cpu.map.filter(|_| prepared.tile_map);
+    let end = place.map_or(workspace.len(), |place| place.at);
     let (workspace, behind) = workspace.split_at_mut(end);
-    let map = space.and_then(|space| TileMap::new(&space, &cpu.tiling, plan.problem(), inputs));
-    let tiles = map.zip(inputs.attention.mask.as_ref());
-    let tiles = tiles.map(|(map, mask)| map.kinds(&behind[..map.bytes()], mask));
+    let map = place
+        .and_then(|place| mask_map::tile_map(&place, &cpu.tiling, plan.problem(), inputs))
+        .zip(inputs.attention.mask.as_ref());
+    let tiles = map.map(|(map, mask)| mask_map::lookups(&map, &behind[..map.bytes()], mask));
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(ALIGNMENT)));
     // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the

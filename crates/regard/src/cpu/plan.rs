@@ -1,6 +1,6 @@
 //! The CPU's part of a plan: tiles, threads and the layout of the workspace.
 
-use super::mask_map::{self, MapSpace};
+use super::mask_map;
 use super::prefix::{self, PrefixPlan};
 use super::select::select;
 use super::walk::scratch::{ALIGNMENT, MAX_VERIFY_ROWS};
@@ -12,6 +12,7 @@ use crate::plan::{BackendPlan, Line, Plan, Selection};
 use crate::problem::Problem;
 use crate::split::{INVARIANT_KEYS, ITEMS_PER_WORKER, MIN_KEYS, PARTIAL_BLOCKS_PER_WORKER};
 use crate::split::{Split, Work, split};
+use crate::tile_map::MapPlace;
 
 /// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
 /// keys, and one worker merges the partial states of all.
@@ -37,7 +38,7 @@ pub struct CpuPlan {
     /// For sequences that share prefixes.
     pub prefix: Option<PrefixPlan>,
     /// Room for the tile map of a mask, behind all else.
-    pub map: Option<MapSpace>,
+    pub map: Option<MapPlace>,
 }
 
 /// Offsets in the workspace, in bytes from its (aligned) start.
@@ -127,7 +128,7 @@ pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Pl
     let planned = |problem: &Problem| plan(problem, facts, machine);
     let prefix = has_groups.then(|| PrefixPlan::new(problem, layout.total, planned)).transpose()?;
     let before = prefix.as_ref().map_or(layout.total, |prefix| prefix.total);
-    let map = mask_map::space(problem, &tiling, before);
+    let map = mask_map::place(problem, &tiling, before);
     let backend = CpuPlan { tiling, workers, threads: facts.threads, layout, prefix, map };
     Plan::from_selection(problem, machine, Selection { choice, split, backend })
 }
@@ -139,7 +140,7 @@ impl BackendPlan for CpuPlan {
 
     fn workspace_bytes(&self) -> usize {
         match &self.map {
-            Some(map) => map.at.saturating_add(map.bytes),
+            Some(map) => map.end(),
             None => self.prefix.as_ref().map_or(self.layout.total, |prefix| prefix.total),
         }
     }

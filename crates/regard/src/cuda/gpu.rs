@@ -1,7 +1,7 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::launch::{DecodeCall, DecodeContext, PrefillCall};
-use super::mask_map::TileMap;
+use super::mask_map;
 use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
@@ -16,6 +16,7 @@ use crate::machine::{CudaFacts, Device, Machine};
 use crate::params::{AttentionParameters, ListedParameters, PrefillParameters, TensorMaps};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
+use crate::tile_map::TileMap;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use std::ffi::c_void;
@@ -330,8 +331,8 @@ impl Gpu {
     /// [`Gpu::run_raw`] with the tile map that the workspace has: of [`Gpu::map_mask`], or written
     /// by the caller where [`tile_map`](super::tile_map) says. With the same map, the same bits.
     ///
-    /// Where plan, mask and shapes are those of [`Gpu::map_mask`], operands may lie in any way: the
-    /// workspace has the map of either kernel. A map that a plain run or the caller has left is
+    /// Where plan, mask and shapes are those of [`Gpu::map_mask`], operands may have any strides and
+    /// alignment: the workspace has the map of either kernel. A map that a plain run or the caller has left is
     /// that of one kernel, which [`tile_map`](super::tile_map) tells.
     ///
     /// # Errors
@@ -586,14 +587,14 @@ impl Run<'_> {
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
         let Some(prefill) = &launches.prefill else { return Ok(()) };
         let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
-        let map = |kernel| TileMap::new(prefill, kernel, problem, inputs);
+        let map = |kernel| mask_map::tile_map(prefill, kernel, problem, inputs);
         let specialized = map(&prefill.specialized);
         // Kernels of the same tiles have the same map.
         let fallback = map(&prefill.fallback).filter(|map| specialized != Some(*map));
         // SAFETY: passed on.
         [specialized, fallback].into_iter().flatten().try_for_each(|map| unsafe {
             let parameters =
-                PrefillParameters { map: map.parameters(workspace), ..call.parameters };
+                PrefillParameters { map: mask_map::parameters(&map, workspace), ..call.parameters };
             self.tile_map(prefill, &map, &call.attention, &parameters)
         })
     }
@@ -609,7 +610,7 @@ impl Run<'_> {
         let Some(space) = &plan.map else { return Ok(()) };
         let mut arguments = [argument(attention), argument(parameters)];
         // SAFETY: the kernel reads these; the caller has promised the rest.
-        unsafe { self.launch(&map.launch(&space.launch), &mut arguments) }
+        unsafe { self.launch(&mask_map::map_launch(map, &space.launch), &mut arguments) }
     }
 
     /// Queues the launches that compute the step's schedule.

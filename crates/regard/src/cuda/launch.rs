@@ -1,7 +1,7 @@
 //! From operands to kernel parameters.
 
 use super::lists::{kv_tensor, list_parameters};
-use super::mask_map::TileMap;
+use super::mask_map;
 use super::registry::Cache;
 use super::schedule::Schedule;
 use super::shape::row_alignment;
@@ -23,6 +23,7 @@ use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{Tensor, TensorMut};
+use crate::tile_map::TileMap;
 use crate::variant::{QueryOffset, Values};
 
 /// Facts that a decode launch may rely on beside its operands.
@@ -91,7 +92,7 @@ pub fn launches(
     if let Some(prefill) = &launches.prefill {
         let call = prefill_call(&problem, prefill, inputs, outputs, 0);
         let map = call.tile_map.zip(prefill.map);
-        queued.extend(map.map(|(map, space)| map.launch(&space.launch)));
+        queued.extend(map.map(|(map, space)| mask_map::map_launch(&map, &space.launch)));
         queued.push(call.kernel.launch.with_ctas(call.ctas));
     }
     let prefix = launches.prefix.as_ref();
@@ -124,10 +125,13 @@ fn covered<'a>(
 /// it, and runs with [`Gpu::run_mapped`](super::Gpu::run_mapped). `None` if no map is used: there
 /// is no mask, decode kernels run, there are no rows, or the map would be larger than planned.
 ///
+/// Heads are query heads, and rows the query tokens of a head. With kind 2 in place of 1, results
+/// are as right, but not always to the bit.
+///
 /// Strides and alignment of the operands, the scale and the type of the output choose between two
 /// prefill kernels, whose tiles may differ; each has its own place in the workspace. The answer
-/// holds for operands that lie alike, and a caller with several kinds of layers asks, and writes a
-/// map, for each kind.
+/// holds for operands of the same strides and alignment. A caller with several kinds of layers asks,
+/// and writes a map, for each kind.
 ///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is not for an NVIDIA GPU.
@@ -385,9 +389,9 @@ pub(super) fn prefill_call<'a>(
     }
     let maps = described.filter(|_| kernel.tensor_maps);
     parameters.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
-    let tile_map = TileMap::new(plan, kernel, problem, inputs);
+    let tile_map = mask_map::tile_map(plan, kernel, problem, inputs);
     if let Some(map) = tile_map {
-        parameters.map = map.parameters(workspace);
+        parameters.map = mask_map::parameters(&map, workspace);
     }
     let cache = cache_parameters(problem, inputs);
     PrefillCall { kernel, ctas, attention, parameters, cache, maps, tile_map }

@@ -44,6 +44,9 @@ use crate::dtype::DType;
 #[cfg(feature = "cuda")]
 use crate::params::CacheFormat;
 use crate::params::ElementType;
+use crate::tile_map::MapPlace;
+#[cfg(feature = "cuda")]
+pub use crate::tile_map::TileMap;
 #[cfg(feature = "cuda")]
 pub use append::{Append, AppendLatent, Rotary};
 #[cfg(feature = "cuda")]
@@ -56,8 +59,6 @@ pub use driver::driver_error;
 pub use gpu::{Gpu, GpuInfo, Prepared, gpus};
 #[cfg(feature = "cuda")]
 pub use launch::tile_map;
-#[cfg(feature = "cuda")]
-pub use mask_map::TileMap;
 #[cfg(feature = "cuda")]
 pub use merge::Merge;
 #[cfg(feature = "cuda")]
@@ -232,23 +233,6 @@ pub struct MapSpace {
     pub specialized: MapPlace,
     /// For the fallback kernel.
     pub fallback: MapPlace,
-}
-
-/// Room for a tile map.
-#[doc(hidden)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MapPlace {
-    /// Offset in the workspace, in bytes.
-    pub at: usize,
-    /// Maximum size. A mask whose map is larger is read without a map.
-    pub bytes: usize,
-}
-
-impl MapPlace {
-    /// Offset of the first byte behind it.
-    fn end(&self) -> usize {
-        self.at.saturating_add(self.bytes)
-    }
 }
 
 impl Launches {

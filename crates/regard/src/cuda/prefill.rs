@@ -6,12 +6,13 @@
 
 use super::registry::{self, Build, Cache, Element, Family, Module, PrefillConfig};
 use super::{
-    COUNTER_BYTES, Launch, MapPlace, MapSpace, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel,
+    COUNTER_BYTES, Launch, MapSpace, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel,
     WORKSPACE_ALIGNMENT,
 };
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
+use crate::tile_map::{MapPlace, max_map_bytes};
 
 /// Sequences of up to this many query rows (tokens times the heads of a group) run in decode: the
 /// largest decode tile.
@@ -28,10 +29,6 @@ const MIXED_TOKENS: usize = 8;
 /// Keys and values of an L2 group may take 1 / `L2_GROUP_DIVISOR` of the L2 cache. The rest is for
 /// queries and outputs, and each half of the cache keeps a copy.
 const L2_GROUP_DIVISOR: usize = 4;
-
-/// The largest tile map, in bytes. One byte describes some 16,000 elements of a mask, so the mask
-/// of a larger map does not fit into memory.
-const MAX_MAP_BYTES: usize = 4 << 20;
 
 /// CTAs per multiprocessor and threads per CTA of the kernel that makes a tile map.
 const MAP_CTAS: usize = 8;
@@ -263,15 +260,12 @@ fn map_space(
         threads: MAP_THREADS,
         shared_bytes: 0,
     };
-    let first = MapPlace { at, bytes: max_map_bytes(problem, specialized) };
+    let mask = [problem.batch, problem.query_heads, problem.query_len, problem.kv_len];
+    let place = |at, kernel| MapPlace { at, bytes: max_map_bytes(map_extents(mask, kernel)) };
+    let first = place(at, specialized);
     let tile = |kernel: &PrefillKernel| (kernel.tile_rows, kernel.tile_keys);
-    let second = || MapPlace {
-        at: first
-            .end()
-            .checked_next_multiple_of(WORKSPACE_ALIGNMENT as usize)
-            .unwrap_or(usize::MAX),
-        bytes: max_map_bytes(problem, fallback),
-    };
+    let behind = || first.end().checked_next_multiple_of(WORKSPACE_ALIGNMENT as usize);
+    let second = || place(behind().unwrap_or(usize::MAX), fallback);
     let fallback = if tile(specialized) == tile(fallback) { first } else { second() };
     MapSpace { launch, specialized: first, fallback }
 }
@@ -310,18 +304,6 @@ pub(super) fn map_extents(
     kernel: &PrefillKernel,
 ) -> [usize; 4] {
     [batch, heads, rows.div_ceil(kernel.tile_rows), keys.div_ceil(kernel.tile_keys)]
-}
-
-/// Bytes of a map of these extents.
-pub(super) fn map_bytes(extents: [usize; 4]) -> usize {
-    extents.into_iter().fold(1, usize::saturating_mul)
-}
-
-/// The bytes of the largest map: a plan does not know whether sequences, heads or rows share a
-/// mask.
-fn max_map_bytes(problem: &Problem, kernel: &PrefillKernel) -> usize {
-    let mask = [problem.batch, problem.query_heads, problem.query_len, problem.kv_len];
-    map_bytes(map_extents(mask, kernel)).min(MAX_MAP_BYTES)
 }
 
 /// Offset of the two tile counters in the workspace, in bytes.

@@ -347,6 +347,9 @@ fn tile_of(plan: &Plan) -> [usize; 2] {
 /// it. `None` if no map is used: there is no mask, decode kernels run, or the map would be larger
 /// than planned.
 ///
+/// Heads are key/value heads, and rows are packed: row r of a key/value head is token r / group of
+/// query head r % group.
+///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is for another kind of
 /// machine.
@@ -394,7 +397,7 @@ fn map_dispatch(
     let binding = Binding { buffer, offset: map.at, address, bytes, writable: false };
     attention.buffers[MAP] = Some(binding);
     if let Params::Attention(params) = &mut attention.params {
-        params.map = map.parameters();
+        params.map = mask_map::parameters(map);
     }
     let mut buffers = [None; BUFFERS];
     buffers[MASK] = read(mask);

@@ -22,12 +22,12 @@ pub mod stand_in;
 mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
+pub use crate::tile_map::TileMap;
 pub use append::{Append, AppendLatent, Rotary};
 #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 pub use device::{Gpu, Workspace};
 pub use launch::tile_map;
 pub use library_source::source;
-pub use mask_map::TileMap;
 pub use merge::Merge;
 pub use tensor::{BufferView, MetalMemory};
 
@@ -39,8 +39,6 @@ pub use append::{append, append_latent};
 pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines};
 #[doc(hidden)]
 pub use library_source::LibrarySource;
-#[doc(hidden)]
-pub use mask_map::MapSpace;
 #[doc(hidden)]
 pub use merge::merge;
 #[doc(hidden)]

@@ -2,7 +2,7 @@
 //! `docs/perf/metal.md` has the reasons of the tables, which are on paper until a Mac measures
 //! them.
 
-use super::mask_map::{self, MapSpace};
+use super::mask_map;
 use super::{MIN_FAMILY, SIMD_WIDTH};
 use crate::dtype::DType;
 use crate::error::Refusal;
@@ -11,6 +11,7 @@ use crate::plan::Selection;
 use crate::problem::Problem;
 use crate::select::{Choice, Kernel};
 use crate::split::{Split, Work, split};
+use crate::tile_map::MapPlace;
 
 /// The launch of a plan's kernels, as far as it does not depend on operands.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +28,7 @@ pub struct Launch {
     /// sequences.
     pub grid: [u32; 3],
     /// Room for the tile map of a mask, if there is one and the kernel reads its map.
-    pub map: Option<MapSpace>,
+    pub map: Option<MapPlace>,
     /// Bytes of workspace: partial states, and the tile map.
     pub workspace_bytes: usize,
 }
@@ -203,7 +204,7 @@ fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Lau
     let splits = if split.parallel { split.count } else { 1 };
     let state_bytes = state_bytes(problem, &split);
     let tile = [chosen.block_rows, chosen.tile_keys];
-    let map = mask_map::space(problem, tile, state_bytes).filter(|_| is_prefill);
+    let map = mask_map::place(problem, tile, state_bytes).filter(|_| is_prefill);
     let backend = Launch {
         function: chosen.function,
         combine: split.parallel.then(|| COMBINE[type_index(problem.dtype)]),
