@@ -711,9 +711,9 @@ regard_status regard_copy_blocks(const struct regard_block_copies *copies,
                                  void *stream);
 
 // Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`,
-// which has as many elements: 2^(-8 (h + 1) / n) for n heads if that is a power of two; otherwise
-// those of the power of two below, and of the next one every second. They are the contents of
-// `alibi_slopes` of `regard_operands`.
+// which has as many elements: 2^(-8 (h + 1) / n) for n heads if n is a power of two. Otherwise
+// the slopes of the largest power of two below n, then every second slope of the next power of
+// two. Pass them as `alibi_slopes` of `regard_operands`.
 regard_status regard_alibi_slopes(size_t query_heads, float *slopes);
 
 // Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches

@@ -372,9 +372,9 @@ pub unsafe extern "C" fn regard_copy_blocks(
 }
 
 /// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`,
-/// which has as many elements: 2^(-8 (h + 1) / n) for n heads if that is a power of two; otherwise
-/// those of the power of two below, and of the next one every second. They are the contents of
-/// `alibi_slopes` of `regard_operands`.
+/// which has as many elements: 2^(-8 (h + 1) / n) for n heads if n is a power of two. Otherwise
+/// the slopes of the largest power of two below n, then every second slope of the next power of
+/// two. Pass them as `alibi_slopes` of `regard_operands`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_alibi_slopes(query_heads: usize, slopes: *mut f32) -> Status {
     status::status(|| {

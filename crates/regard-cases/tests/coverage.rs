@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Whether a module is covered: f16 modules accept what those for bf16 do, so but for head dim 128
-/// they are left out. `REGARD_ALL_MODULES=1` leaves out none.
+/// Whether a module is covered. f16 modules accept the same as bf16 modules, so only those for head
+/// dim 128 are covered. `REGARD_ALL_MODULES=1` covers all.
 fn is_covered(name: &str) -> bool {
     let all = std::env::var("REGARD_ALL_MODULES").is_ok_and(|all| all == "1");
     all || !name.contains("_f16_") || name.contains("_f16_128_128_")

@@ -34,8 +34,8 @@ impl Spec {
         self.head_dim - self.rotary_dim
     }
 
-    /// The layout of rotary rows beside keys in `keys`; `None` if keys are in one tensor. Pages,
-    /// tokens and heads are other distances apart than those of the keys.
+    /// The layout of rotary rows beside keys in `keys`; `None` if keys are in one tensor. The
+    /// strides of pages, tokens and heads differ from those of the keys.
     pub(super) fn place_rotary(&self, keys: &Place) -> Option<Place> {
         let dim = self.rotary_dim / self.key_dtype().values();
         let mut shape = keys.shape.clone();

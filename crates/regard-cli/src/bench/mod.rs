@@ -56,7 +56,7 @@ pub struct Request<'a> {
     pub device: &'a str,
     /// How long and how often.
     pub effort: Effort,
-    /// Numbers of threads to measure each shape with; none is that of the machine. On CPUs.
+    /// Numbers of threads to measure each shape with, on CPUs. Empty: all threads of the machine.
     pub scaling: &'a [usize],
     /// Whether to measure ceilings.
     pub ceilings: bool,

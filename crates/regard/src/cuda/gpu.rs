@@ -331,9 +331,9 @@ impl Gpu {
     /// [`Gpu::run_raw`] with the tile map that the workspace has: of [`Gpu::map_mask`], or written
     /// by the caller where [`tile_map`](super::tile_map) says. With the same map, the same bits.
     ///
-    /// Where plan, mask and shapes are those of [`Gpu::map_mask`], operands may have any strides and
-    /// alignment: the workspace has the map of either kernel. A map that a plain run or the caller has left is
-    /// that of one kernel, which [`tile_map`](super::tile_map) tells.
+    /// Where plan, mask and shapes are those of [`Gpu::map_mask`], operands may have any strides
+    /// and alignment: the workspace has the map of either kernel. A map that a plain run or the
+    /// caller has left is that of one kernel, which [`tile_map`](super::tile_map) tells.
     ///
     /// # Errors
     /// As [`Gpu::run`].

@@ -130,8 +130,8 @@ fn covered<'a>(
 ///
 /// Strides and alignment of the operands, the scale and the type of the output choose between two
 /// prefill kernels, whose tiles may differ; each has its own place in the workspace. The answer
-/// holds for operands of the same strides and alignment. A caller with several kinds of layers asks,
-/// and writes a map, for each kind.
+/// holds for operands of the same strides and alignment. A caller with several kinds of layers
+/// asks, and writes a map, for each kind.
 ///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is not for an NVIDIA GPU.

@@ -38,8 +38,8 @@ struct Operands {
     scales: Array,
 }
 
-/// Quantized rows of every format are those of the CPU, scales too; every other slot stays as it
-/// was.
+/// Quantized rows and their scales have the bits that the CPU writes, in every format. Every other
+/// slot stays as it was.
 pub fn append_latent_rows(runner: &mut Runner) -> Result<String, Broken> {
     let pools = [
         (DType::Mla656, false, 576),

@@ -53,8 +53,8 @@ pub struct LevelCeiling {
 const SAMPLE: Duration = Duration::from_millis(25);
 const SAMPLES: usize = 9;
 
-/// Passes over a buffer that a rate is the median of: so many, or fewer where they take longer than
-/// [`READ_TIME`] together.
+/// Passes over a buffer; a rate is their median. There are fewer, but [`MIN_READ_SAMPLES`], if they
+/// take longer than [`READ_TIME`] together.
 const READ_SAMPLES: usize = 5;
 const MIN_READ_SAMPLES: usize = 3;
 const READ_TIME: Duration = Duration::from_millis(300);
