@@ -15,7 +15,7 @@ COLORS |= {"PyTorch": "#ee4c2c", "PyTorch, two products": "#f4a58c", "ONNX Runti
 COLORS |= {"decode-b1": "#8cb4f5", "decode-b8": "#1f6feb", "prefill-2k": "#1f6feb"}
 GPU = {"regard": "regard", "PyTorch 2.11.0 cuDNN": "cuDNN", "PyTorch 2.11.0 FlashAttention 2": "FlashAttention 2"}
 GPU |= {"PyTorch 2.11.0 memory-efficient": "memory-efficient"}
-CPU = {"regard": "regard", "PyTorch SDPA 2.11.0": "PyTorch", "PyTorch unfused 2.11.0": "PyTorch, two products"}
+CPU = {"regard": "regard", "PyTorch SDPA 2.15.0": "PyTorch", "PyTorch unfused 2.15.0": "PyTorch, two products"}
 CPU |= {"ONNX Runtime 1.32.0": "ONNX Runtime", "ggml 0.25.1": "ggml", "candle-nn 0.11.1": "candle"}
 
 
@@ -129,7 +129,8 @@ def main():
         ],
     )
 
-    rounds = [f"{peer}.1.json" for peer in ["regard", "pytorch", "onnxruntime", "ggml", "candle"]]
+    peers = ["regard", "pytorch", "onnxruntime", "ggml", "candle"]
+    rounds = [f"{peer}.{i}.json" for peer in peers for i in (1, 2, 3)]
     flops = read("amd-epyc", rounds, CPU, "gflops", 1, median_round)
     bandwidth = read("amd-epyc", rounds, CPU, "gbytes_per_second", 1, median_round)
     shapes = [
