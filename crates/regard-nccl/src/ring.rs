@@ -8,10 +8,10 @@ use crate::sharding::BalancedRows;
 use crate::transport::{Message, Span, Transport};
 use crate::views::{expect_contiguous, expect_dtype, expect_lse, expect_shape, narrow, span_of};
 use regard::{
-    Attention, DType, Error, Inputs, KvStorage, Memory, Merge, Outputs, Plan, Problem, QueryOffset,
-    QueryStorage, Tensor, TensorMut, Values, Variant,
+    Attention, DType, Error, Inputs, KeyLayout, KeyOffset, KeyPositions, KvStorage, Memory, Merge,
+    Outputs, Plan, Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Values, Variant,
 };
-use schedule::{Call, Step, schedule};
+use schedule::{Call, Positions, Step, schedule};
 
 /// Operands of a prefill on one rank. `rows` are those of [`BalancedRows`]: the early
 /// chunk, then the late one.
@@ -23,7 +23,8 @@ pub struct RingStep<'a, M: Memory> {
     pub k: Tensor<'a, M>,
     /// Contiguous `[B, rows, Hkv, Dv]`.
     pub v: Tensor<'a, M>,
-    /// `scale`, `causal`, `window`, `softcap`, `alibi_slopes` and `sinks`, the same on every rank.
+    /// `scale`, `causal`, `window`, `chunk`, `softcap`, `alibi_slopes` and `sinks`, the same on
+    /// every rank.
     pub attention: Attention<Tensor<'a, M>>,
     /// Contiguous `[B, rows, Hq, Dv]`.
     pub out: TensorMut<'a, M>,
@@ -38,7 +39,7 @@ pub struct RingStep<'a, M: Memory> {
 /// at the end.
 ///
 /// Parts are of the queries' type. They take [`RingPrefill::parts`] times the memory of `out`: the
-/// number of ranks, with ALiBi or a window twice that at most. Keys and values take two buffers of
+/// number of ranks, with ALiBi, a window or chunked attention twice that at most. Keys and values take two buffers of
 /// a rank's share.
 #[derive(Debug)]
 pub struct RingPrefill<D: Device> {
@@ -103,7 +104,7 @@ impl<D: Device> RingPrefill<D> {
     ///
     /// # Errors
     /// As [`Plan::new`]; if the problem has a feature that the ring does not pass around (pages,
-    /// ragged batches, masks, trees, chunked attention, lists of keys, codes with scales); if ranks
+    /// ragged batches, masks, trees, lists of keys, codes with scales); if ranks
     /// differ: the error names the argument. If a rank does not answer.
     pub fn new<T: Transport<Queue = D::Queue>>(
         rank: &Rank<D, T>,
@@ -259,13 +260,21 @@ impl<D: Device> RingPrefill<D> {
                 D::tensor(values.address, dtype, &shape(value_dim), None)?,
             )
         };
+        let (q_offset, key_positions) = match call.positions {
+            None => (QueryOffset::BottomRight, None),
+            Some(Positions { row, key }) => {
+                let positions = KeyPositions { offset: KeyOffset::Same(key), stride: 1 };
+                (QueryOffset::Same(row), Some(positions))
+            }
+        };
         Ok(Inputs::new(
             narrow::<D>(q, 1, &call.rows)?,
             narrow::<D>(&k, 1, &call.keys)?,
             narrow::<D>(&v, 1, &call.keys)?,
             Attention {
                 causal: call.causal,
-                q_offset: QueryOffset::Same(call.offset),
+                q_offset,
+                key_positions,
                 sinks: attention.sinks.filter(|_| call.sinks),
                 ..*attention
             },
@@ -388,6 +397,7 @@ fn plans<D: Device>(
         let variant = Variant {
             causal: call.causal,
             sinks: call.sinks && problem.variant.sinks,
+            key_positions: call.positions.map(|_| KeyLayout::Contiguous),
             ..problem.variant
         };
         let planned = Problem {
@@ -434,9 +444,8 @@ fn expect_supported(problem: &Problem) -> Result<(), Error> {
             return refuse(name, dtype.to_string(), "the type of queries");
         }
     }
-    let Variant { chunk, mask, tree, key_positions, .. } = problem.variant;
+    let Variant { mask, tree, key_positions, .. } = problem.variant;
     let features = [
-        ("chunk", chunk.is_some()),
         ("mask", mask.is_some()),
         ("tree_mask", tree),
         ("key_positions", key_positions.is_some()),

@@ -1,7 +1,7 @@
 //! Which pairs of chunks a rank computes in which step of the ring.
 
 use crate::sharding::BalancedRows;
-use regard::Variant;
+use regard::{SequenceKeys, Variant};
 use std::ops::Range;
 
 /// Attention of some of a rank's rows to some of the keys that it holds in a step.
@@ -11,14 +11,24 @@ pub(super) struct Call {
     pub rows: Range<usize>,
     /// Keys of the source rank.
     pub keys: Range<usize>,
-    /// The position of the first row relative to the first key.
-    pub offset: i64,
+    /// Where the first row and the first key are, if more than their order matters. Otherwise the
+    /// rows are aligned with the last keys.
+    pub positions: Option<Positions>,
     /// Whether some row precedes some key.
     pub causal: bool,
     /// Whether the sinks join here: exactly one call of each row.
     pub sinks: bool,
     /// Which partial result of its rows it computes.
     pub part: usize,
+}
+
+/// Positions in the sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Positions {
+    /// Of the first row.
+    pub row: i64,
+    /// Of the first key.
+    pub key: i64,
 }
 
 /// A step of the ring.
@@ -32,8 +42,10 @@ pub(super) struct Step {
 
 /// The steps of a rank.
 pub(super) fn schedule(rows: BalancedRows, rank: usize, variant: &Variant) -> Vec<Step> {
-    let distances =
-        variant.window.left.is_some() || variant.window.right.is_some() || variant.alibi;
+    let distances = variant.window.left.is_some()
+        || variant.window.right.is_some()
+        || variant.chunk.is_some()
+        || variant.alibi;
     let mut parts = [0; 2];
     (0..rows.ranks)
         .map(|step| {
@@ -69,7 +81,7 @@ fn joined(
     let call = Call {
         rows: first_row..rows.count(rank),
         keys: 0..last_key,
-        offset: 0,
+        positions: None,
         causal: causal && source == rank,
         sinks: source == rank,
         part: step,
@@ -100,7 +112,7 @@ fn pairs(
             calls.push(Call {
                 rows: local(&chunks, i),
                 keys: local(&key_chunks, j),
-                offset: positions.start as i64 - keys.start as i64,
+                positions: Some(Positions { row: positions.start as i64, key: keys.start as i64 }),
                 causal: variant.causal && keys.end > positions.start + 1,
                 sinks: positions == keys,
                 part: parts[i],
@@ -113,13 +125,8 @@ fn pairs(
 
 /// Whether some position sees some key.
 fn sees(variant: &Variant, positions: &Range<usize>, keys: &Range<usize>) -> bool {
-    if positions.is_empty() || keys.is_empty() {
-        return false;
-    }
-    let (first, last) = (positions.start, positions.end - 1);
-    let right = if variant.causal { Some(0) } else { variant.window.right };
-    let before = variant.window.left.is_none_or(|left| keys.end > first.saturating_sub(left));
-    before && right.is_none_or(|right| keys.start <= last.saturating_add(right))
+    let keys = SequenceKeys { len: keys.len(), offset: keys.start as i64, stride: 1 };
+    !variant.visible_to_rows(positions.start as i64, positions.len(), keys).is_empty()
 }
 
 #[cfg(test)]
@@ -138,6 +145,8 @@ mod tests {
             Variant { causal: true, window: window(Some(3), None), ..Variant::default() },
             Variant { window: window(Some(2), Some(5)), ..Variant::default() },
             Variant { causal: true, alibi: true, ..Variant::default() },
+            Variant { causal: true, chunk: Some(5), ..Variant::default() },
+            Variant { chunk: Some(4), window: window(Some(3), Some(1)), ..Variant::default() },
         ];
         for variant in variants {
             for ranks in 1..5 {
@@ -148,16 +157,28 @@ mod tests {
         }
     }
 
-    fn check(variant: &Variant, rows: BalancedRows) {
-        let visible = |p: usize, j: usize| {
-            let (p, j) = (p as i64, j as i64);
-            let side = |bound: Option<usize>, distance: i64| {
-                bound.is_none_or(|bound| distance <= bound as i64)
-            };
-            (!variant.causal || j <= p)
-                && side(variant.window.left, p - j)
-                && side(variant.window.right, j - p)
+    /// Whether a query at position `p` sees a key at position `j`.
+    fn visible(variant: &Variant, p: i64, j: i64) -> bool {
+        let side = |bound: Option<usize>, distance: i64| {
+            bound.is_none_or(|bound| distance <= bound as i64)
         };
+        (!variant.causal || j <= p)
+            && side(variant.window.left, p - j)
+            && side(variant.window.right, j - p)
+            && variant.chunk.is_none_or(|chunk| p / chunk as i64 == j / chunk as i64)
+    }
+
+    /// Whether row `i` of a call sees its key `j`.
+    fn keeps(call: &Call, variant: &Variant, i: usize, j: usize) -> bool {
+        let variant = Variant { causal: call.causal, ..*variant };
+        let (i, j) = (i as i64, j as i64);
+        match call.positions {
+            Some(first) => visible(&variant, first.row + i, first.key + j),
+            None => !call.causal || j <= i + call.keys.len() as i64 - call.rows.len() as i64,
+        }
+    }
+
+    fn check(variant: &Variant, rows: BalancedRows) {
         let mut seen = vec![0; rows.len * rows.len];
         for rank in 0..rows.ranks {
             let own: Vec<usize> = rows.chunks(rank).into_iter().flatten().collect();
@@ -171,13 +192,10 @@ mod tests {
                         assert!(parts.insert((row, call.part)), "{call:?} takes a part again");
                         for (j, key) in call.keys.clone().enumerate() {
                             let (p, at) = (own[row], keys[key]);
-                            let kept = !call.causal || j as i64 <= i as i64 + call.offset;
-                            if kept && visible(p, at) {
-                                seen[p * rows.len + at] += 1;
-                            }
-                            // A call without distances sees the keys of its own order.
-                            let plain = variant.window == Window::default();
-                            assert!(!plain || kept == visible(p, at), "{call:?} {p} {at}");
+                            let kept = keeps(&call, variant, i, j);
+                            let expected = visible(variant, p as i64, at as i64);
+                            assert_eq!(kept, expected, "{variant:?} {call:?} {p} {at}");
+                            seen[p * rows.len + at] += usize::from(kept);
                         }
                     }
                 }
@@ -186,8 +204,8 @@ mod tests {
         }
         for p in 0..rows.len {
             for j in 0..rows.len {
-                let found = seen[p * rows.len + j];
-                assert_eq!(found, usize::from(visible(p, j)), "{variant:?} {rows:?} {p} {j}");
+                let expected = usize::from(visible(variant, p as i64, j as i64));
+                assert_eq!(seen[p * rows.len + j], expected, "{variant:?} {rows:?} {p} {j}");
             }
         }
     }
