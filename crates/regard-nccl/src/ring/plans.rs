@@ -9,7 +9,7 @@ use std::ops::Range;
 /// What a rank runs.
 #[derive(Debug)]
 pub(super) struct Planned {
-    /// Steps up to the last one that any rank computes in; the ring stops behind them.
+    /// Steps up to the last one that any rank computes in.
     pub steps: Vec<PlannedStep>,
     /// The plans of all calls, each once.
     pub plans: Vec<Plan>,
@@ -66,12 +66,7 @@ impl Planned {
         ring: &Ring,
         rank: usize,
     ) -> Result<Planned, Error> {
-        let end = |steps: &[Step]| {
-            steps.iter().rposition(|step| !step.calls.is_empty()).map_or(0, |last| last + 1)
-        };
-        let count = (0..ring.ranks).map(|rank| end(&ring.schedule(rank))).max().unwrap_or(0);
-        let mut steps = ring.schedule(rank);
-        steps.truncate(count);
+        let steps = ring.schedule(rank);
         let all_rows = |call| ring.extent(rank, rank, call).rows.len() == ring.row_count(rank);
         let direct = match &steps[..] {
             [Step { calls, .. }] => calls.len() == 1 && all_rows(&calls[0]),

@@ -59,12 +59,25 @@ pub(super) struct Ring {
 }
 
 impl Ring {
+    /// Steps up to the last one that any rank computes in; the ring stops behind them.
+    pub fn step_count(&self) -> usize {
+        let computes = |&step: &usize| {
+            (0..self.ranks).any(|rank| !self.calls(rank, self.source(rank, step)).is_empty())
+        };
+        (0..self.ranks).rev().find(computes).map_or(0, |last| last + 1)
+    }
+
+    /// The rank whose keys a rank has in a step.
+    fn source(&self, rank: usize, step: usize) -> usize {
+        (rank + self.ranks - step) % self.ranks
+    }
+
     /// The steps of a rank.
     pub fn schedule(&self, rank: usize) -> Vec<Step> {
         // The partial results of early and of late rows so far.
         let mut parts = [0; 2];
-        let steps = (0..self.ranks).map(|step| {
-            let source = (rank + self.ranks - step) % self.ranks;
+        let steps = (0..self.step_count()).map(|step| {
+            let source = self.source(rank, step);
             let mut calls = self.calls(rank, source);
             for call in &mut calls {
                 let parts = &mut parts[call.rows.clone()];
