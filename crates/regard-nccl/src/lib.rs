@@ -2,7 +2,7 @@
 //!
 //! - [`ShardedDecode`]: the keys of a sequence are spread over ranks, as [`regard::Shard`] divides
 //!   them.
-//! - [`RingPrefill`]: the rows of a prompt are spread over ranks, and keys pass around a ring.
+//! - [`RingPrefill`]: the rows of prompts are spread over ranks, and keys pass around a ring.
 //! - [`HeadParallel`]: the rows are spread over ranks, and heads are while they are computed.
 //!
 //! All of them are written over a [`Device`] and a [`Transport`]. The `nccl` module has both for
@@ -65,6 +65,6 @@ pub use device::{Device, HostBuffer};
 pub use heads::{HeadParallel, HeadStep};
 pub use rank::Rank;
 pub use ring::{RingPrefill, RingStep};
-pub use sharding::BalancedRows;
+pub use sharding::{BalancedRows, RingSequence};
 pub use simulated::Simulated;
 pub use transport::{Exchange, Message, Span, Transport};

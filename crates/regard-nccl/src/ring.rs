@@ -1,157 +1,241 @@
 //! Context-parallel prefill: keys and values pass around a ring of ranks.
 
+mod check;
+mod layout;
+mod plans;
 mod schedule;
 
 use crate::device::Device;
 use crate::rank::{Rank, terms};
-use crate::sharding::BalancedRows;
+use crate::sharding::RingSequence;
 use crate::transport::{Message, Span, Transport};
-use crate::views::{expect_contiguous, expect_dtype, expect_lse, expect_shape, narrow, span_of};
+use crate::views::{InlineVec, narrow, span_of};
+use check::{describe, expect_sequences, expect_supported};
+use layout::table_ranges;
+use plans::Planned;
 use regard::{
-    Attention, DType, Error, Inputs, KvStorage, Memory, Merge, Outputs, Plan, Problem, QueryOffset,
-    QueryStorage, Tensor, TensorMut, Values, Variant,
+    Attention, DType, Error, Inputs, KeyOffset, KeyPositions, Memory, Merge, Outputs, Plan,
+    Problem, QueryOffset, QueryStorage, Tensor, TensorMut,
 };
-use schedule::{Call, Step, schedule};
+use schedule::Ring;
 
-/// Operands of a prefill on one rank. `rows` are those of [`BalancedRows`]: the early
-/// chunk, then the late one.
+/// Operands of a prefill on one rank. Its rows and keys are those of [`RingSequence::rows`] and
+/// [`RingSequence::keys`].
+///
+/// In a batch, each entry has its early rows, then its late ones; of keys, its share of the prefix,
+/// then those of the early rows, then those of the late ones. Ragged tensors have the early rows of
+/// all sequences, then the late rows of all; of keys, the share of the prefix and the early keys of
+/// each sequence, then the late keys of all. Without prefixes, queries and keys are in one order.
 #[derive(Debug)]
 pub struct RingStep<'a, M: Memory> {
-    /// `[B, rows, Hq, Dk]`.
+    /// `[B, rows, Hq, Dk]`, or `[rows, Hq, Dk]` of ragged sequences.
     pub q: Tensor<'a, M>,
-    /// Contiguous `[B, rows, Hkv, Dk]`.
+    /// Contiguous `[B, keys, Hkv, Dk]`, or `[keys, Hkv, Dk]`.
     pub k: Tensor<'a, M>,
-    /// Contiguous `[B, rows, Hkv, Dv]`.
+    /// Contiguous `[B, keys, Hkv, Dv]`, or `[keys, Hkv, Dv]`.
     pub v: Tensor<'a, M>,
-    /// `scale`, `causal`, `window`, `softcap`, `alibi_slopes` and `sinks`, the same on every rank.
+    /// `scale`, `causal`, `window`, `chunk`, `softcap`, `alibi_slopes` and `sinks`, the same on
+    /// every rank. Lengths and positions are planned: `q_offset` is the planned one, or not given.
     pub attention: Attention<Tensor<'a, M>>,
-    /// Contiguous `[B, rows, Hq, Dv]`.
+    /// Contiguous `[B, rows, Hq, Dv]`, or `[rows, Hq, Dv]`.
     pub out: TensorMut<'a, M>,
-    /// Contiguous `f32` `[B, rows, Hq]`.
+    /// Contiguous `f32` `[B, rows, Hq]`, or `[rows, Hq]`.
     pub lse: Option<TensorMut<'a, M>>,
 }
 
-/// Prefill of sequences whose rows are spread over ranks, each with an early and a late chunk.
+/// Prefill of sequences whose rows are spread over ranks, each with an early and a late chunk, and
+/// with a share of the keys of a cached prefix.
 ///
 /// In step s a rank attends to the keys of rank `rank - s`, while it passes them on to the next
 /// rank and receives those of the step after. Parts of the result are merged by their log-sum-exp
 /// at the end.
 ///
-/// Parts are of the queries' type. They take [`RingPrefill::parts`] times the memory of `out`: the
-/// number of ranks, with ALiBi or a window twice that at most. Keys and values take two buffers of
-/// a rank's share.
+/// Lengths and positions are known when a prefill is planned. [`RingPrefill::set_sequences`] plans
+/// for others, in the same memory if they fit.
+///
+/// Parts are of the queries' type. They take at most [`RingPrefill::parts`] times the memory of
+/// `out`. That is the number of ranks; up to twice that for ragged sequences, and with ALiBi, a
+/// window, chunked attention, or rows at an offset; up to three times that with one of these four
+/// and a prefix. Keys and values take two buffers of a rank's share.
 #[derive(Debug)]
 pub struct RingPrefill<D: Device> {
     problem: Problem,
-    rows: BalancedRows,
-    ranks: usize,
+    ring: Ring,
     rank: usize,
-    steps: Vec<Step>,
-    /// Steps that any rank computes in; the ring stops behind them.
-    step_count: usize,
-    plans: Vec<Plan>,
-    /// Which plan each call of each step runs, in order.
-    plan_of_call: Vec<Vec<usize>>,
-    parts: usize,
-    buffers: Buffers<D::Buffer>,
-    workspace: D::Workspace,
+    planned: Planned,
+    buffers: Buffers<D::Buffer, D::Workspace>,
+}
+
+/// Memory of a device, and its size.
+#[derive(Debug)]
+struct Reserved<B> {
+    buffer: B,
+    bytes: usize,
+}
+
+impl<B> Reserved<B> {
+    fn empty(buffer: B) -> Reserved<B> {
+        Reserved { buffer, bytes: 0 }
+    }
+
+    /// Replaces the memory if it is smaller than `bytes`.
+    fn reserve(
+        &mut self,
+        bytes: usize,
+        allocate: impl FnOnce(usize) -> Result<B, Error>,
+    ) -> Result<(), Error> {
+        if bytes > self.bytes {
+            *self = Reserved { buffer: allocate(bytes)?, bytes };
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
-struct Buffers<B> {
+struct Buffers<B, W> {
     /// Keys and values of the other ranks, in turns.
-    keys: [B; 2],
-    values: [B; 2],
-    /// Outputs of the parts and their log-sum-exps, `[parts, B, rows, Hq, Dv]`. A part that does
-    /// not exist for a row has a log-sum-exp of minus infinity.
-    parts: B,
-    part_lse: B,
+    keys: [Reserved<B>; 2],
+    values: [Reserved<B>; 2],
+    /// Outputs of the parts and their log-sum-exps: of each group `[parts, rows, Hq, Dv]`. A part
+    /// that does not exist for a row has a log-sum-exp of minus infinity.
+    parts: Reserved<B>,
+    part_lse: Reserved<B>,
+    /// The tables of ragged calls, `i32`.
+    tables: Reserved<B>,
+    workspace: Reserved<W>,
 }
 
-impl<B> Buffers<B> {
-    /// Buffers for so many steps of the ring, and so many rows of all parts together.
-    fn new<D: Device<Buffer = B>>(
+impl<B, W> Buffers<B, W> {
+    fn new<D: Device<Buffer = B, Workspace = W>>(device: &D) -> Result<Buffers<B, W>, Error> {
+        let empty = || device.allocate(0).map(Reserved::empty);
+        Ok(Buffers {
+            keys: [empty()?, empty()?],
+            values: [empty()?, empty()?],
+            parts: empty()?,
+            part_lse: empty()?,
+            tables: empty()?,
+            workspace: Reserved::empty(device.workspace(0)?),
+        })
+    }
+
+    /// Makes room for a rank's calls, and writes what they read.
+    fn prepare<D: Device<Buffer = B, Workspace = W>>(
+        &mut self,
         device: &D,
         problem: &Problem,
-        rows: BalancedRows,
-        (step_count, part_rows): (usize, usize),
-    ) -> Result<Buffers<B>, Error> {
-        let most_rows = (0..rows.ranks).map(|rank| rows.count(rank)).max().unwrap_or(0);
-        let size = problem.dtype.size();
-        let key_rows = problem.batch.saturating_mul(most_rows).saturating_mul(problem.kv_heads);
-        // The keys of the first step are the caller's.
-        let buffer = |turn: usize, dim: usize| {
-            let needed = turn + 1 < step_count;
-            device.allocate(if needed { key_rows.saturating_mul(dim * size) } else { 0 })
-        };
-        let mut part_lse = device.allocate(part_rows * size_of::<f32>())?;
-        device.write(&mut part_lse, &f32::NEG_INFINITY.to_ne_bytes().repeat(part_rows))?;
-        Ok(Buffers {
-            keys: [buffer(0, problem.head_dim)?, buffer(1, problem.head_dim)?],
-            values: [buffer(0, problem.value_dim)?, buffer(1, problem.value_dim)?],
-            parts: device.allocate(part_rows * problem.value_dim * size)?,
-            part_lse,
-        })
+        ring: &Ring,
+        planned: &Planned,
+    ) -> Result<(), Error> {
+        let most_keys = (0..ring.ranks).map(|rank| ring.key_count(rank)).max().unwrap_or(0);
+        let key_rows = most_keys.saturating_mul(ring.entries.unwrap_or(1));
+        let row_bytes = |dim: usize| problem.kv_heads.saturating_mul(dim * problem.dtype.size());
+        let allocate = |bytes| device.allocate(bytes);
+        for turn in 0..2 {
+            // The keys of the first step are the caller's.
+            let rows = if turn + 1 < planned.steps.len() { key_rows } else { 0 };
+            let bytes = |dim| rows.saturating_mul(row_bytes(dim));
+            self.keys[turn].reserve(bytes(problem.head_dim), allocate)?;
+            self.values[turn].reserve(bytes(problem.value_dim), allocate)?;
+        }
+        let part_rows = planned.part_rows() * problem.query_heads;
+        let part_bytes = part_rows.saturating_mul(problem.value_dim * problem.dtype.size());
+        self.parts.reserve(part_bytes, allocate)?;
+        self.part_lse.reserve(part_rows * size_of::<f32>(), allocate)?;
+        if !planned.groups.iter().all(|group| group.complete) {
+            let none = f32::NEG_INFINITY.to_ne_bytes().repeat(part_rows);
+            device.write(&mut self.part_lse.buffer, &none)?;
+        }
+        let tables: Vec<u8> = planned.tables.iter().flat_map(|n| n.to_ne_bytes()).collect();
+        self.tables.reserve(tables.len(), allocate)?;
+        if !tables.is_empty() {
+            device.write(&mut self.tables.buffer, &tables)?;
+        }
+        let workspace = planned.plans.iter().map(Plan::workspace_bytes).max().unwrap_or(0);
+        self.workspace.reserve(workspace, |bytes| device.workspace(bytes))
     }
 }
 
 impl<D: Device> RingPrefill<D> {
     /// Plans and allocates. `problem` is that of the whole sequences, as one device would have it:
-    /// `query_len` and `kv_len` are all rows, of `batch` sequences of that length.
+    /// a batch of sequences with `query_len` new rows, which are the last of `kv_len` keys.
     ///
     /// Ranks exchange a description of their problems, so all of them have to call this.
     ///
     /// # Errors
     /// As [`Plan::new`]; if the problem has a feature that the ring does not pass around (pages,
-    /// ragged batches, masks, trees, chunked attention, lists of keys, codes with scales); if ranks
-    /// differ: the error names the argument. If a rank does not answer.
+    /// masks, trees, lists of keys, codes with scales), or is ragged; if ranks differ: the error
+    /// names the argument. If a rank does not answer.
     pub fn new<T: Transport<Queue = D::Queue>>(
         rank: &Rank<D, T>,
         problem: &Problem,
     ) -> Result<RingPrefill<D>, Error> {
-        let (device, ranks) = (&rank.device, rank.transport.size());
-        let number = rank.transport.rank();
-        let mut described = terms("ring prefill", problem);
-        described.push(("kv_len", problem.kv_len.to_string()));
-        described.push(("keys", format!("{:?}", problem.keys)));
-        rank.agree(&described)?;
-        problem.validate()?;
+        let sequence = RingSequence::new(problem.query_len, problem.kv_len);
+        agree(rank, problem, &describe(problem.batch, &[sequence]))?;
         expect_supported(problem)?;
-        let rows = BalancedRows { len: problem.query_len, ranks };
-        let of_rank = |rank| schedule(rows, rank, &problem.variant);
-        let steps = of_rank(number);
-        let end = |steps: &[Step]| {
-            steps.iter().rposition(|step| !step.calls.is_empty()).map_or(0, |last| last + 1)
-        };
-        let step_count = (0..ranks).map(|rank| end(&of_rank(rank))).max().unwrap_or(0);
-        let parts = steps.iter().flat_map(|step| &step.calls).map(|call| call.part + 1).max();
-        let parts = parts.unwrap_or(1);
-        let own_rows = rows.count(number);
-        let direct = is_direct(&steps, own_rows, step_count);
-        let (plans, plan_of_call) = plans(problem, &steps, direct, device)?;
-        let workspace = plans.iter().map(Plan::workspace_bytes).max().unwrap_or(0);
-        let part_rows = match direct {
-            true => 0,
-            false => parts * problem.batch * own_rows * problem.query_heads,
-        };
-        Ok(RingPrefill {
-            buffers: Buffers::new(device, problem, rows, (step_count, part_rows))?,
-            workspace: device.workspace(workspace)?,
-            problem: problem.clone(),
-            rows,
-            ranks,
-            rank: number,
-            steps,
-            step_count,
-            plans,
-            plan_of_call,
-            parts,
-        })
+        if problem.queries != QueryStorage::Batched {
+            let allowed = "batched, or planned by `with_sequences`, in ring prefill";
+            return Err(Error::argument("queries", format!("{:?}", problem.queries), allowed));
+        }
+        RingPrefill::build(rank, problem, (vec![sequence], Some(problem.batch)))
+    }
+
+    /// As [`RingPrefill::new`], for ragged sequences, or for a batch of equal sequences at an
+    /// offset. The lengths of `problem` are upper bounds, as everywhere; `sequences` are those that
+    /// are prefilled.
+    ///
+    /// # Errors
+    /// As [`RingPrefill::new`]; if a sequence exceeds the problem, or those of a batch differ.
+    pub fn with_sequences<T: Transport<Queue = D::Queue>>(
+        rank: &Rank<D, T>,
+        problem: &Problem,
+        sequences: &[RingSequence],
+    ) -> Result<RingPrefill<D>, Error> {
+        agree(rank, problem, &describe(sequences.len(), sequences))?;
+        expect_supported(problem)?;
+        expect_sequences(problem, sequences)?;
+        RingPrefill::build(rank, problem, stored(problem, sequences))
+    }
+
+    /// Plans for other sequences within the bounds of the problem. What is queued is waited for.
+    /// Memory is allocated only if they need more of it than those before.
+    ///
+    /// Ranks exchange a description of the sequences, so all of them have to call this.
+    ///
+    /// # Errors
+    /// As [`RingPrefill::with_sequences`]. If planning fails, the prefill is of no more use.
+    pub fn set_sequences<T: Transport<Queue = D::Queue>>(
+        &mut self,
+        rank: &Rank<D, T>,
+        sequences: &[RingSequence],
+    ) -> Result<(), Error> {
+        rank.agree(&[("sequences", describe(sequences.len(), sequences))])?;
+        expect_sequences(&self.problem, sequences)?;
+        rank.wait()?;
+        let (sequences, entries) = stored(&self.problem, sequences);
+        let ring = Ring { sequences, entries, ..self.ring };
+        let planned = Planned::new(&rank.device, &self.problem, &ring, self.rank)?;
+        self.buffers.prepare(&rank.device, &self.problem, &ring, &planned)?;
+        (self.ring, self.planned) = (ring, planned);
+        Ok(())
+    }
+
+    fn build<T: Transport<Queue = D::Queue>>(
+        rank: &Rank<D, T>,
+        problem: &Problem,
+        (sequences, entries): (Vec<RingSequence>, Option<usize>),
+    ) -> Result<RingPrefill<D>, Error> {
+        let (device, ranks) = (&rank.device, rank.transport.size());
+        let ring = Ring { sequences, entries, ranks, variant: problem.variant };
+        let planned = Planned::new(device, problem, &ring, rank.transport.rank())?;
+        let mut buffers = Buffers::new(device)?;
+        buffers.prepare(device, problem, &ring, &planned)?;
+        let (problem, rank) = (problem.clone(), rank.transport.rank());
+        Ok(RingPrefill { problem, ring, rank, planned, buffers })
     }
 
     /// Partial results of a row, at most.
     pub fn parts(&self) -> usize {
-        self.parts
+        self.planned.groups.iter().map(|group| group.parts).max().unwrap_or(1).max(1)
     }
 
     /// Queues a prefill.
@@ -172,21 +256,22 @@ impl<D: Device> RingPrefill<D> {
         let device = &rank.device;
         let RingStep { q, k, v, attention, out, lse } = step;
         let mut next = (span_of::<D>(&k), span_of::<D>(&v));
-        if self.is_direct() {
-            let inputs = self.inputs((0, 0), next, &q, &attention)?;
+        if self.planned.direct {
+            let inputs = self.inputs(device, (0, 0), next, &q, &attention)?;
             let mut outputs = Outputs { out, lse };
+            let plan = &self.planned.plans[self.planned.steps[0].calls[0].plan];
+            let workspace = &mut self.buffers.workspace.buffer;
             // SAFETY: the caller's promise; the workspace is of this run alone.
-            return unsafe {
-                device.run(&self.plans[0], &inputs, &mut outputs, &mut self.workspace)
-            };
+            return unsafe { device.run(plan, &inputs, &mut outputs, workspace) };
         }
-        for number in 0..self.step_count {
+        let step_count = self.planned.steps.len();
+        for number in 0..step_count {
             if number > 0 {
                 // The keys of this step have arrived.
                 device.compute_follows_transfers()?;
             }
             let here = next;
-            if number + 1 < self.step_count {
+            if number + 1 < step_count {
                 // The step that read the buffer before has ended. The exchange is queued ahead of
                 // the kernels that it overlaps with, so that it finds free multiprocessors.
                 device.transfers_follow_compute()?;
@@ -194,19 +279,14 @@ impl<D: Device> RingPrefill<D> {
                 // rank.
                 next = unsafe { self.pass_on(rank, number, here)? };
             }
-            for call in 0..self.steps[number].calls.len() {
-                let inputs = self.inputs((number, call), here, &q, &attention)?;
+            for call in 0..self.planned.steps[number].calls.len() {
+                let inputs = self.inputs(device, (number, call), here, &q, &attention)?;
                 // SAFETY: the caller's promise, and buffers are of this run alone.
                 unsafe { self.attend(device, (number, call), &inputs)? };
             }
         }
         // SAFETY: as above.
         unsafe { self.merge(device, out, lse) }
-    }
-
-    /// Whether one call computes the result of the rank.
-    fn is_direct(&self) -> bool {
-        is_direct(&self.steps, self.rows.count(self.rank), self.step_count)
     }
 
     /// Sends keys and values to the next rank, and receives those of the step after this one: where
@@ -221,16 +301,16 @@ impl<D: Device> RingPrefill<D> {
         number: usize,
         (keys, values): (Span, Span),
     ) -> Result<(Span, Span), Error> {
-        let (device, ranks) = (&rank.device, self.ranks);
-        let source = self.steps[number + 1].source;
-        let tokens = self.problem.batch * self.rows.count(source) * self.problem.kv_heads;
-        let size = self.problem.dtype.size();
-        let buffer = |buffer: &mut D::Buffer, dim: usize| Span {
-            address: device.address(buffer),
-            bytes: tokens * dim * size,
+        let (device, ranks) = (&rank.device, self.ring.ranks);
+        let source = self.planned.steps[number + 1].source;
+        let tokens = self.ring.entries.unwrap_or(1) * self.ring.key_count(source);
+        let row_bytes = self.problem.kv_heads * self.problem.dtype.size();
+        let span = |reserved: &mut Reserved<D::Buffer>, dim: usize| Span {
+            address: device.address(&mut reserved.buffer),
+            bytes: tokens * row_bytes * dim,
         };
-        let received_keys = buffer(&mut self.buffers.keys[number % 2], self.problem.head_dim);
-        let received_values = buffer(&mut self.buffers.values[number % 2], self.problem.value_dim);
+        let received_keys = span(&mut self.buffers.keys[number % 2], self.problem.head_dim);
+        let received_values = span(&mut self.buffers.values[number % 2], self.problem.value_dim);
         let to_next = |span| Message { peer: (self.rank + 1) % ranks, span };
         let from_previous = |span| Message { peer: (self.rank + ranks - 1) % ranks, span };
         let sends = [to_next(keys), to_next(values)];
@@ -240,35 +320,67 @@ impl<D: Device> RingPrefill<D> {
         Ok((received_keys, received_values))
     }
 
+    /// The shape of a tensor with so many tokens, in each entry of a batch or in all.
+    fn shape(&self, tokens: usize, row: &[usize]) -> InlineVec<usize> {
+        self.ring.entries.into_iter().chain([tokens]).chain(row.iter().copied()).collect()
+    }
+
     /// The inputs of a call, whose keys and values are in these spans.
     fn inputs<'a>(
-        &self,
+        &mut self,
+        device: &D,
         (number, call): (usize, usize),
         (keys, values): (Span, Span),
         q: &Tensor<'a, D::Memory>,
         attention: &Attention<Tensor<'a, D::Memory>>,
     ) -> Result<Inputs<'a, D::Memory>, Error> {
-        let Step { source, calls } = &self.steps[number];
-        let call = &calls[call];
-        let Problem { batch, kv_heads, head_dim, value_dim, dtype, .. } = self.problem;
-        let shape = |dim| [batch, self.rows.count(*source), kv_heads, dim];
+        let Problem { kv_heads, head_dim, value_dim, dtype, .. } = self.problem;
+        let step = &self.planned.steps[number];
+        let tokens = self.ring.key_count(step.source);
+        let [key_shape, value_shape] =
+            [head_dim, value_dim].map(|dim| self.shape(tokens, &[kv_heads, dim]));
         // SAFETY: the spans hold that many elements, of the caller or of a buffer.
         let (k, v) = unsafe {
             (
-                D::tensor(keys.address, dtype, &shape(head_dim), None)?,
-                D::tensor(values.address, dtype, &shape(value_dim), None)?,
+                D::tensor(keys.address, dtype, &key_shape, None)?,
+                D::tensor(values.address, dtype, &value_shape, None)?,
             )
         };
+        let call = &step.calls[call];
+        let mut attention = Attention {
+            causal: call.call.causal,
+            q_offset: QueryOffset::BottomRight,
+            sinks: attention.sinks.filter(|_| call.call.sinks),
+            ..*attention
+        };
+        let token_dim = usize::from(self.ring.entries.is_some());
+        if token_dim == 0 {
+            let tables = device.address(&mut self.buffers.tables.buffer);
+            let ranges = table_ranges(self.ring.batch());
+            let [cu_seqlens_q, cu_seqlens_k, kv_lens, rows, keys] = ranges.map(|range| {
+                let address = tables + ((call.tables + range.start) * size_of::<i32>()) as u64;
+                // SAFETY: the buffer holds the tables of all calls, and nothing writes them.
+                unsafe { D::tensor(address, DType::I32, &[range.len()], None) }
+            });
+            attention.cu_seqlens_q = Some(cu_seqlens_q?);
+            attention.cu_seqlens_k = Some(cu_seqlens_k?);
+            attention.kv_lens = Some(kv_lens?);
+            if call.call.positions {
+                let offset = KeyOffset::PerSequence(keys?);
+                attention.q_offset = QueryOffset::PerSequence(rows?);
+                attention.key_positions = Some(KeyPositions { offset, stride: 1 });
+            }
+        } else if call.call.positions {
+            let (row, key) = call.extent.positions;
+            attention.q_offset = QueryOffset::Same(row);
+            attention.key_positions =
+                Some(KeyPositions { offset: KeyOffset::Same(key), stride: 1 });
+        }
         Ok(Inputs::new(
-            narrow::<D>(q, 1, &call.rows)?,
-            narrow::<D>(&k, 1, &call.keys)?,
-            narrow::<D>(&v, 1, &call.keys)?,
-            Attention {
-                causal: call.causal,
-                q_offset: QueryOffset::Same(call.offset),
-                sinks: attention.sinks.filter(|_| call.sinks),
-                ..*attention
-            },
+            narrow::<D>(q, token_dim, &call.extent.rows)?,
+            narrow::<D>(&k, token_dim, &call.extent.keys)?,
+            narrow::<D>(&v, token_dim, &call.extent.keys)?,
+            attention,
         ))
     }
 
@@ -282,28 +394,32 @@ impl<D: Device> RingPrefill<D> {
         (number, call): (usize, usize),
         inputs: &Inputs<D::Memory>,
     ) -> Result<(), Error> {
-        let plan = &self.plans[self.plan_of_call[number][call]];
-        let call = &self.steps[number].calls[call];
-        let Problem { batch, query_heads, value_dim, dtype, .. } = self.problem;
-        let rows = self.rows.count(self.rank);
-        let heads_of = |row: usize| row * query_heads;
-        let first = call.part * batch * rows + call.rows.start;
-        let (out_at, lse_at) = (heads_of(first) * value_dim * dtype.size(), heads_of(first) * 4);
-        let shape = [batch, call.rows.len(), query_heads, value_dim];
-        let strides = [heads_of(rows) * value_dim, query_heads * value_dim, value_dim, 1];
-        let lse_strides = [heads_of(rows) as i64, query_heads as i64, 1];
-        let out = device.address(&mut self.buffers.parts) + out_at as u64;
-        let lse = device.address(&mut self.buffers.part_lse) + lse_at as u64;
+        let Problem { query_heads, value_dim, dtype, .. } = self.problem;
+        let call = &self.planned.steps[number].calls[call];
+        let (group, rows) = (&self.planned.groups[call.group], &call.extent.rows);
+        // A group is a part of a ragged tensor, and all of a batch.
+        let in_group = if self.ring.entries.is_some() { 0 } else { group.rows.start };
+        let first = group.first + call.call.part * group.rows.len() + rows.start - in_group;
+        let first = first * query_heads;
+        let (out_at, lse_at) = (first * value_dim * dtype.size(), first * size_of::<f32>());
+        let shape = self.shape(rows.len(), &[query_heads, value_dim]);
+        let entry = (self.ring.row_count(self.rank) * query_heads) as i64;
+        let outer = self.ring.entries.map(|_| entry);
+        let lse_strides: InlineVec<i64> =
+            outer.into_iter().chain([query_heads as i64, 1]).collect();
+        let strides: InlineVec<i64> =
+            lse_strides.iter().map(|stride| stride * value_dim as i64).chain([1]).collect();
+        let out = device.address(&mut self.buffers.parts.buffer) + out_at as u64;
+        let lse = device.address(&mut self.buffers.part_lse.buffer) + lse_at as u64;
+        let lse_shape = &shape[..shape.len() - 1];
         // SAFETY: the rows are those of a part that the buffers have room for.
         let mut outputs = unsafe {
-            let lse = D::tensor_mut(lse, DType::F32, &shape[..3], Some(&lse_strides))?;
-            Outputs {
-                out: D::tensor_mut(out, dtype, &shape, Some(&strides.map(|n| n as i64)))?,
-                lse: Some(lse),
-            }
+            let lse = D::tensor_mut(lse, DType::F32, lse_shape, Some(&lse_strides))?;
+            Outputs { out: D::tensor_mut(out, dtype, &shape, Some(&strides))?, lse: Some(lse) }
         };
+        let plan = &self.planned.plans[call.plan];
         // SAFETY: the caller's promise.
-        unsafe { device.run(plan, inputs, &mut outputs, &mut self.workspace) }
+        unsafe { device.run(plan, inputs, &mut outputs, &mut self.buffers.workspace.buffer) }
     }
 
     /// Queues the merge of all parts.
@@ -313,137 +429,65 @@ impl<D: Device> RingPrefill<D> {
     unsafe fn merge(
         &mut self,
         device: &D,
-        out: TensorMut<D::Memory>,
-        lse: Option<TensorMut<D::Memory>>,
+        mut out: TensorMut<D::Memory>,
+        mut lse: Option<TensorMut<D::Memory>>,
     ) -> Result<(), Error> {
-        let Problem { batch, query_heads, value_dim, dtype, .. } = self.problem;
-        let shape = [self.parts, batch, self.rows.count(self.rank), query_heads, value_dim];
-        let (parts, part_lse) = (&mut self.buffers.parts, &mut self.buffers.part_lse);
-        // SAFETY: every row of a part has been written, or its log-sum-exp is minus infinity.
-        let mut merge = unsafe {
-            Merge {
-                parts: D::tensor(device.address(parts), dtype, &shape, None)?,
-                part_lse: D::tensor(device.address(part_lse), DType::F32, &shape[..4], None)?,
-                out,
-                lse,
-            }
-        };
-        // SAFETY: the caller's promise.
-        unsafe { device.merge(&mut merge) }
-    }
-
-    /// Checks shapes and types, and that the attention is the planned one.
-    fn expect_operands(&self, step: &RingStep<D::Memory>) -> Result<(), Error> {
-        let Problem { batch, query_heads, kv_heads, head_dim, value_dim, dtype, .. } = self.problem;
-        let rows = self.rows.count(self.rank);
-        for (name, tensor, shape) in [
-            ("q", &step.q, [batch, rows, query_heads, head_dim]),
-            ("k", &step.k, [batch, rows, kv_heads, head_dim]),
-            ("v", &step.v, [batch, rows, kv_heads, value_dim]),
-        ] {
-            expect_dtype(name, tensor, dtype)?;
-            expect_shape(name, tensor, &shape)?;
-        }
-        expect_contiguous("k", &step.k)?;
-        expect_contiguous("v", &step.v)?;
-        expect_dtype("out", &step.out, self.problem.out_dtype)?;
-        expect_shape("out", &step.out, &[batch, rows, query_heads, value_dim])?;
-        expect_contiguous("out", &step.out)?;
-        expect_lse(self.problem.lse, step.lse.as_deref())?;
-        if let Some(lse) = &step.lse {
-            expect_shape("lse", lse, &[batch, rows, query_heads])?;
-            expect_contiguous("lse", lse)?;
-        }
-        let passed = |name: &str| ["alibi_slopes", "sinks"].contains(&name);
-        if let Some((name, _)) = step.attention.named().find(|(name, _)| !passed(name)) {
-            return Err(Error::argument(name, "given", "not given: the ring has no such feature"));
-        }
-        if !matches!(step.attention.q_offset, QueryOffset::BottomRight | QueryOffset::Same(0)) {
-            return Err(Error::argument("q_offset", "given", "0: the ring has all rows and keys"));
-        }
-        let found = step.attention.variant();
-        if found != self.problem.variant {
-            let allowed = format!("{:?}, as planned", self.problem.variant);
-            return Err(Error::argument("attention", format!("{found:?}"), allowed));
+        let Problem { query_heads, value_dim, dtype, out_dtype, .. } = self.problem;
+        let out_at = D::tensor_mut_address(&mut out);
+        let lse_at = lse.as_mut().map(D::tensor_mut_address);
+        let parts = device.address(&mut self.buffers.parts.buffer);
+        let part_lse = device.address(&mut self.buffers.part_lse.buffer);
+        for group in self.planned.groups.iter().filter(|group| !group.rows.is_empty()) {
+            let shape = [group.parts, group.rows.len(), query_heads, value_dim];
+            let at = |start: u64, row: usize, row_bytes: usize| {
+                start + (row * query_heads * row_bytes) as u64
+            };
+            let (first, row) = (group.first, group.rows.start);
+            // SAFETY: every row of a part has been written, or its log-sum-exp is minus infinity.
+            // Outputs are contiguous and have the rows of all groups.
+            let mut merge = unsafe {
+                let parts = at(parts, first, value_dim * dtype.size());
+                let part_lse = at(part_lse, first, size_of::<f32>());
+                let out = at(out_at, row, value_dim * out_dtype.size());
+                let lse = lse_at.map(|lse| {
+                    let lse = at(lse, row, size_of::<f32>());
+                    D::tensor_mut(lse, DType::F32, &shape[1..3], None)
+                });
+                Merge {
+                    parts: D::tensor(parts, dtype, &shape, None)?,
+                    part_lse: D::tensor(part_lse, DType::F32, &shape[..3], None)?,
+                    out: D::tensor_mut(out, out_dtype, &shape[1..], None)?,
+                    lse: lse.transpose()?,
+                }
+            };
+            // SAFETY: the caller's promise.
+            unsafe { device.merge(&mut merge)? };
         }
         Ok(())
     }
 }
 
-/// Whether one call computes all rows, and no keys pass around.
-fn is_direct(steps: &[Step], rows: usize, step_count: usize) -> bool {
-    let only = |calls: &[Call]| matches!(calls, [call] if call.rows == (0..rows));
-    step_count == 1 && only(&steps[0].calls)
-}
-
-/// The plans of all calls, each once, and which of them each call runs.
-fn plans<D: Device>(
+/// An error on every rank if problems or sequences differ, or a problem is not valid.
+fn agree<D: Device, T: Transport<Queue = D::Queue>>(
+    rank: &Rank<D, T>,
     problem: &Problem,
-    steps: &[Step],
-    direct: bool,
-    device: &D,
-) -> Result<(Vec<Plan>, Vec<Vec<usize>>), Error> {
-    let mut plans: Vec<Plan> = Vec::new();
-    let mut plan = |call: &Call| -> Result<usize, Error> {
-        let variant = Variant {
-            causal: call.causal,
-            sinks: call.sinks && problem.variant.sinks,
-            ..problem.variant
-        };
-        let planned = Problem {
-            query_len: call.rows.len(),
-            kv_len: call.keys.len(),
-            out_dtype: if direct { problem.out_dtype } else { problem.dtype },
-            lse: problem.lse || !direct,
-            variant,
-            ..problem.clone()
-        };
-        if let Some(found) = plans.iter().position(|plan| *plan.problem() == planned) {
-            return Ok(found);
-        }
-        let plan = Plan::new(&planned, device.machine())?;
-        device.load(&plan)?;
-        plans.push(plan);
-        Ok(plans.len() - 1)
-    };
-    let of_calls = steps.iter().map(|step| step.calls.iter().map(&mut plan).collect());
-    let of_calls = of_calls.collect::<Result<_, Error>>()?;
-    Ok((plans, of_calls))
+    sequences: &str,
+) -> Result<(), Error> {
+    let mut described = terms("ring prefill", problem);
+    described.push(("kv_len", problem.kv_len.to_string()));
+    described.push(("keys", format!("{:?}", problem.keys)));
+    described.push(("sequences", sequences.to_owned()));
+    rank.agree(&described)?;
+    problem.validate()
 }
 
-/// The features that the ring passes around.
-fn expect_supported(problem: &Problem) -> Result<(), Error> {
-    let refuse = |argument: &str, found: String, allowed: &str| {
-        Err(Error::argument(argument, found, format!("{allowed}, in ring prefill")))
-    };
-    if problem.queries != QueryStorage::Batched {
-        return refuse("queries", format!("{:?}", problem.queries), "sequences of one length");
-    }
-    if problem.keys != KvStorage::Batched {
-        return refuse("keys", format!("{:?}", problem.keys), "sequences of one length");
-    }
-    if problem.query_len != problem.kv_len {
-        let found = format!("{} with {} keys", problem.query_len, problem.kv_len);
-        return refuse("query_len", found, "as many queries as keys");
-    }
-    if problem.values != Values::Separate {
-        return refuse("values", format!("{:?}", problem.values), "a tensor of their own");
-    }
-    for (name, dtype) in [("key_dtype", problem.key_dtype), ("value_dtype", problem.value_dtype)] {
-        if dtype != problem.dtype {
-            return refuse(name, dtype.to_string(), "the type of queries");
+/// Sequences as the ring keeps them: one for all entries of a batch.
+fn stored(problem: &Problem, sequences: &[RingSequence]) -> (Vec<RingSequence>, Option<usize>) {
+    match problem.queries {
+        QueryStorage::Batched => {
+            let one = sequences.first().copied().unwrap_or_default();
+            (vec![one], Some(sequences.len()))
         }
-    }
-    let Variant { chunk, mask, tree, key_positions, .. } = problem.variant;
-    let features = [
-        ("chunk", chunk.is_some()),
-        ("mask", mask.is_some()),
-        ("tree_mask", tree),
-        ("key_positions", key_positions.is_some()),
-        ("key_indices", problem.key_lists.is_some()),
-    ];
-    match features.into_iter().find(|(_, given)| *given) {
-        Some((name, _)) => refuse(name, "given".into(), "not given"),
-        None => Ok(()),
+        _ => (sequences.to_vec(), None),
     }
 }

@@ -1,10 +1,12 @@
-//! Which rank has which rows.
+//! Which rank has which rows and keys.
 
 use std::ops::Range;
 
 /// The rows of a sequence that each rank of a [`RingPrefill`](crate::RingPrefill) has. The sequence
 /// is cut into `2 * ranks` chunks, and rank r has chunks r and `2 * ranks - 1 - r`: an early and a
 /// late one, so that causal attention costs every rank the same.
+///
+/// [`RingSequence`] adds the keys of a cached prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BalancedRows {
     /// Rows of the sequence.
@@ -38,6 +40,62 @@ impl BalancedRows {
     }
 }
 
+/// A sequence of a [`RingPrefill`](crate::RingPrefill): new rows, and keys that are those of a
+/// cached prefix and then those of the new rows.
+///
+/// The last `min(query_len, kv_len)` keys are divided among ranks as rows are ([`BalancedRows`]).
+/// The keys before them are the prefix, which is divided into contiguous shares: rank r has the
+/// r-th of `ranks` equal ones, of which the last may be shorter, or empty.
+///
+/// ```
+/// use regard_nccl::RingSequence;
+///
+/// // 8 new tokens after 100 cached ones, on 2 ranks.
+/// let sequence = RingSequence::new(8, 108);
+/// assert_eq!(sequence.rows(0, 2), [0..2, 6..8]);
+/// assert_eq!(sequence.keys(0, 2), [0..50, 100..102, 106..108]);
+/// assert_eq!(sequence.keys(1, 2), [50..100, 102..104, 104..106]);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+pub struct RingSequence {
+    /// New rows.
+    pub query_len: usize,
+    /// Keys, of the prefix and of the new rows.
+    pub kv_len: usize,
+    /// The position of the first row: `kv_len - query_len` if the rows are the last ones of the
+    /// sequence. Key j is at position j.
+    pub q_offset: i64,
+}
+
+impl RingSequence {
+    /// A sequence whose rows are its last ones.
+    pub fn new(query_len: usize, kv_len: usize) -> RingSequence {
+        RingSequence { query_len, kv_len, q_offset: kv_len as i64 - query_len as i64 }
+    }
+
+    /// The rows of a rank, counted from the first new one: an early and a late chunk.
+    ///
+    /// # Panics
+    /// Unless `rank` is one of the ranks.
+    pub fn rows(self, rank: usize, ranks: usize) -> [Range<usize>; 2] {
+        BalancedRows { len: self.query_len, ranks }.chunks(rank)
+    }
+
+    /// The keys of a rank, by position: its share of the prefix, an early and a late chunk.
+    ///
+    /// # Panics
+    /// Unless `rank` is one of the ranks.
+    pub fn keys(self, rank: usize, ranks: usize) -> [Range<usize>; 3] {
+        let new = self.query_len.min(self.kv_len);
+        let prefix = self.kv_len - new;
+        let [early, late] = BalancedRows { len: new, ranks }
+            .chunks(rank)
+            .map(|chunk| prefix + chunk.start..prefix + chunk.end);
+        let share = prefix.div_ceil(ranks);
+        [(rank * share).min(prefix)..((rank + 1) * share).min(prefix), early, late]
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,6 +109,19 @@ mod tests {
                     (0..ranks).flat_map(|rank| rows.chunks(rank)).flatten().collect();
                 all.sort_unstable();
                 assert!(all.into_iter().eq(0..len), "{len} rows over {ranks}");
+            }
+        }
+    }
+    #[test]
+    fn ranks_divide_the_keys() {
+        for ranks in 1..6 {
+            for (query_len, kv_len) in [(0, 0), (0, 9), (1, 1), (1, 30), (7, 20), (9, 4), (40, 41)]
+            {
+                let sequence = RingSequence::new(query_len, kv_len);
+                let mut all: Vec<usize> =
+                    (0..ranks).flat_map(|rank| sequence.keys(rank, ranks)).flatten().collect();
+                all.sort_unstable();
+                assert!(all.into_iter().eq(0..kv_len), "{sequence:?} over {ranks}");
             }
         }
     }

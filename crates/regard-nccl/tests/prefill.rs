@@ -2,12 +2,13 @@
 
 mod support;
 
+use regard::cpu::Cpu;
 use regard::oracle::Judge;
 use regard::{
-    Attention, DType, Error, Inputs, KvStorage, Problem, Tensor, TensorMut, Variant, Window, bf16,
-    f16,
+    Attention, DType, Error, Inputs, KvStorage, Problem, QueryOffset, QueryStorage, Tensor,
+    TensorMut, Variant, Window, bf16, f16,
 };
-use regard_nccl::{BalancedRows, HeadParallel, HeadStep, RingPrefill, RingStep, Transport};
+use regard_nccl::{HeadParallel, HeadStep, RingPrefill, RingSequence, RingStep, Transport};
 use support::{HostRank, Number, Random, TIMEOUT, on_ranks};
 
 const HEADS: usize = 12;
@@ -16,11 +17,17 @@ const DIM: usize = 16;
 const VALUE_DIM: usize = 8;
 
 /// A problem of the law.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Law {
-    batch: usize,
-    len: usize,
+    sequences: Vec<RingSequence>,
+    ragged: bool,
     kv_heads: usize,
+    variant: Options,
+}
+
+/// The features of a law.
+#[derive(Debug, Clone, Copy)]
+struct Options {
     causal: bool,
     window: Window,
     chunk: Option<usize>,
@@ -29,188 +36,373 @@ struct Law {
     softcap: Option<f32>,
 }
 
+const CAUSAL: Options = Options {
+    causal: true,
+    window: Window { left: None, right: None },
+    chunk: None,
+    alibi: false,
+    sinks: false,
+    softcap: None,
+};
+
 impl Law {
-    fn new(len: usize) -> Law {
-        Law {
-            batch: 1,
-            len,
-            kv_heads: 4,
-            causal: true,
-            window: Window::default(),
-            chunk: None,
-            alibi: false,
-            sinks: false,
-            softcap: None,
+    /// A batch of sequences like this one.
+    fn batch(sequence: RingSequence, count: usize, variant: Options) -> Law {
+        Law { sequences: vec![sequence; count], ragged: false, kv_heads: 4, variant }
+    }
+
+    fn ragged(sequences: Vec<RingSequence>, variant: Options) -> Law {
+        Law { sequences, ragged: true, kv_heads: 4, variant }
+    }
+
+    /// The rows of all sequences.
+    fn rows(&self) -> usize {
+        self.sequences.iter().map(|it| it.query_len).sum()
+    }
+
+    /// The keys of all sequences.
+    fn keys(&self) -> usize {
+        self.sequences.iter().map(|it| it.kv_len).sum()
+    }
+
+    /// The rows and the keys of a rank in the order of its tensors, by their number among those of
+    /// all sequences.
+    fn of_rank(&self, rank: usize, ranks: usize) -> (Vec<usize>, Vec<usize>) {
+        let (mut row, mut key) = (0, 0);
+        // Of each sequence: its early and late rows; its share of the prefix with the early keys,
+        // and the late keys.
+        let mut rows: [Vec<Vec<usize>>; 2] = [Vec::new(), Vec::new()];
+        let mut keys = rows.clone();
+        for sequence in &self.sequences {
+            for (of, chunk) in rows.iter_mut().zip(sequence.rows(rank, ranks)) {
+                of.push(chunk.map(|i| row + i).collect());
+            }
+            let [prefix, early, late] = sequence.keys(rank, ranks);
+            keys[0].push(prefix.chain(early).map(|j| key + j).collect());
+            keys[1].push(late.map(|j| key + j).collect());
+            (row, key) = (row + sequence.query_len, key + sequence.kv_len);
         }
+        let order = |[early, late]: [Vec<Vec<usize>>; 2]| -> Vec<usize> {
+            match self.ragged {
+                true => early.into_iter().chain(late).flatten().collect(),
+                false => early.into_iter().zip(late).flat_map(|(a, b)| [a, b]).flatten().collect(),
+            }
+        };
+        (order(rows), order(keys))
+    }
+
+    /// The shape of a tensor of so many tokens.
+    fn shape(&self, tokens: usize, row: &[usize]) -> Vec<usize> {
+        let entries = self.sequences.len();
+        let outer = if self.ragged { vec![tokens] } else { vec![entries, tokens / entries] };
+        [&outer[..], row].concat()
     }
 }
 
-/// The operands of the whole: `[B, L, H, D]`.
+/// The operands of the whole.
 struct Whole<T> {
     q: Vec<T>,
     k: Vec<T>,
     v: Vec<T>,
     slopes: Vec<f32>,
     sinks: Vec<f32>,
+    cu_seqlens_q: Vec<i32>,
+    cu_seqlens_k: Vec<i32>,
+    q_offset: Vec<i32>,
 }
 
 impl<T: Number> Whole<T> {
     fn new(law: &Law) -> Whole<T> {
-        let mut random = Random(law.len as u64);
-        let rows = law.batch * law.len;
+        let mut random = Random(law.rows() as u64);
+        let sums = |of: fn(&RingSequence) -> usize| -> Vec<i32> {
+            let ends = law.sequences.iter().scan(0, |end, it| {
+                *end += of(it) as i32;
+                Some(*end)
+            });
+            [0].into_iter().chain(ends).collect()
+        };
         Whole {
-            q: random.numbers(rows * HEADS * DIM),
-            k: random.numbers(rows * law.kv_heads * DIM),
-            v: random.numbers(rows * law.kv_heads * VALUE_DIM),
+            q: random.numbers(law.rows() * HEADS * DIM),
+            k: random.numbers(law.keys() * law.kv_heads * DIM),
+            v: random.numbers(law.keys() * law.kv_heads * VALUE_DIM),
             slopes: random.numbers::<f32>(HEADS).iter().map(|x| x * 0.1).collect(),
             sinks: random.numbers(HEADS),
+            cu_seqlens_q: sums(|it| it.query_len),
+            cu_seqlens_k: sums(|it| it.kv_len),
+            q_offset: law.sequences.iter().map(|it| it.q_offset as i32).collect(),
         }
     }
 
-    /// What heads `heads` of the whole need.
+    /// What heads `heads` of the whole need, without lengths and positions.
     fn attention(&self, law: &Law, heads: std::ops::Range<usize>) -> Attention<Tensor<'_>> {
+        let Options { causal, window, chunk, alibi, sinks, softcap } = law.variant;
         Attention {
-            causal: law.causal,
-            window: law.window,
-            chunk: law.chunk,
-            softcap: law.softcap,
-            alibi_slopes: law.alibi.then(|| Tensor::from(&self.slopes[heads.clone()])),
-            sinks: law.sinks.then(|| Tensor::from(&self.sinks[heads])),
+            causal,
+            window,
+            chunk,
+            softcap,
+            alibi_slopes: alibi.then(|| Tensor::from(&self.slopes[heads.clone()])),
+            sinks: sinks.then(|| Tensor::from(&self.sinks[heads])),
             ..Attention::default()
         }
     }
 
     fn inputs(&self, law: &Law) -> Inputs<'_> {
-        let shape = |heads, dim| [law.batch, law.len, heads, dim];
         Inputs::new(
-            Tensor::new(&self.q, shape(HEADS, DIM)).unwrap(),
-            Tensor::new(&self.k, shape(law.kv_heads, DIM)).unwrap(),
-            Tensor::new(&self.v, shape(law.kv_heads, VALUE_DIM)).unwrap(),
-            self.attention(law, 0..HEADS),
+            Tensor::from_slice(&self.q, &law.shape(law.rows(), &[HEADS, DIM]), None).unwrap(),
+            Tensor::from_slice(&self.k, &law.shape(law.keys(), &[law.kv_heads, DIM]), None)
+                .unwrap(),
+            Tensor::from_slice(&self.v, &law.shape(law.keys(), &[law.kv_heads, VALUE_DIM]), None)
+                .unwrap(),
+            Attention {
+                cu_seqlens_q: law.ragged.then(|| Tensor::from(&self.cu_seqlens_q)),
+                cu_seqlens_k: law.ragged.then(|| Tensor::from(&self.cu_seqlens_k)),
+                q_offset: QueryOffset::PerSequence(Tensor::from(&self.q_offset)),
+                ..self.attention(law, 0..HEADS)
+            },
         )
     }
 }
 
-/// Copies the elements of these rows, of each batch entry: `[B, rows, row]`.
-fn rows_of<T: Copy>(whole: &[T], law: &Law, positions: &[usize], row: usize) -> Vec<T> {
-    let entries = (0..law.batch).flat_map(|b| positions.iter().map(move |&p| (b, p)));
-    entries.flat_map(|(b, p)| whole[(b * law.len + p) * row..][..row].to_vec()).collect()
+/// Copies rows of `row` elements.
+fn gather<T: Copy>(whole: &[T], rows: &[usize], row: usize) -> Vec<T> {
+    rows.iter().flat_map(|&i| &whole[i * row..][..row]).copied().collect()
 }
 
-fn positions(rank: &HostRank, len: usize) -> Vec<usize> {
-    let rows = BalancedRows { len, ranks: rank.transport.size() };
-    rows.chunks(rank.transport.rank()).into_iter().flatten().collect()
-}
-
-/// The positions of a rank's rows, its outputs and log-sum-exps.
+/// A rank's rows, by their number among all, with outputs and log-sum-exps.
 type Part<T> = (Vec<usize>, Vec<T>, Vec<f32>);
 
-fn run_ring<T: Number>(law: &Law, whole: &Whole<T>, rank: &HostRank) -> Result<Part<T>, Error> {
-    let problem = Problem::from_inputs(&whole.inputs(law), T::DTYPE, true)?;
-    let mut ring = RingPrefill::new(rank, &problem)?;
-    let own = positions(rank, law.len);
-    let q = rows_of(&whole.q, law, &own, HEADS * DIM);
-    let k = rows_of(&whole.k, law, &own, law.kv_heads * DIM);
-    let v = rows_of(&whole.v, law, &own, law.kv_heads * VALUE_DIM);
-    let mut out = vec![T::from_f32(f32::NAN); law.batch * own.len() * HEADS * VALUE_DIM];
-    let mut lse = vec![f32::NAN; law.batch * own.len() * HEADS];
-    let shape = |heads, dim| [law.batch, own.len(), heads, dim];
+fn plan_ring(law: &Law, problem: &Problem, rank: &HostRank) -> Result<RingPrefill<Cpu>, Error> {
+    let last_rows = |it: &RingSequence| *it == RingSequence::new(it.query_len, it.kv_len);
+    match !law.ragged && law.sequences.iter().all(last_rows) {
+        true => RingPrefill::new(rank, problem),
+        false => RingPrefill::with_sequences(rank, problem, &law.sequences),
+    }
+}
+
+fn run_ring<T: Number>(
+    law: &Law,
+    whole: &Whole<T>,
+    rank: &HostRank,
+    ring: &mut RingPrefill<Cpu>,
+) -> Result<Part<T>, Error> {
+    let (rows, keys) = law.of_rank(rank.transport.rank(), rank.transport.size());
+    let q = gather(&whole.q, &rows, HEADS * DIM);
+    let k = gather(&whole.k, &keys, law.kv_heads * DIM);
+    let v = gather(&whole.v, &keys, law.kv_heads * VALUE_DIM);
+    let mut out = vec![T::from_f32(f32::NAN); rows.len() * HEADS * VALUE_DIM];
+    let mut lse = vec![f32::NAN; rows.len() * HEADS];
     // Twice: nothing of a call stays in the next.
     for _ in 0..2 {
         let step = RingStep {
-            q: Tensor::new(&q, shape(HEADS, DIM))?,
-            k: Tensor::new(&k, shape(law.kv_heads, DIM))?,
-            v: Tensor::new(&v, shape(law.kv_heads, VALUE_DIM))?,
+            q: Tensor::from_slice(&q, &law.shape(rows.len(), &[HEADS, DIM]), None)?,
+            k: Tensor::from_slice(&k, &law.shape(keys.len(), &[law.kv_heads, DIM]), None)?,
+            v: Tensor::from_slice(&v, &law.shape(keys.len(), &[law.kv_heads, VALUE_DIM]), None)?,
             attention: whole.attention(law, 0..HEADS),
-            out: TensorMut::new(&mut out, shape(HEADS, VALUE_DIM))?,
-            lse: Some(TensorMut::new(&mut lse, [law.batch, own.len(), HEADS])?),
+            out: TensorMut::from_slice(
+                &mut out,
+                &law.shape(rows.len(), &[HEADS, VALUE_DIM]),
+                None,
+            )?,
+            lse: Some(TensorMut::from_slice(&mut lse, &law.shape(rows.len(), &[HEADS]), None)?),
         };
         // SAFETY: on the host, the work is done when the call returns.
         unsafe { ring.run(rank, step)? };
     }
-    Ok((own, out, lse))
+    Ok((rows, out, lse))
 }
 
-/// 1 to 4 ranks give what one device gives, within its tolerance.
+/// The results of all ranks are what one device gives, within its tolerance.
+fn expect_one<T: Number>(law: &Law, judge: &Judge, parts: Vec<Part<T>>) {
+    let row = HEADS * VALUE_DIM;
+    let mut out = vec![T::from_f32(f32::NAN); law.rows() * row];
+    let mut lse = vec![f32::NAN; law.rows() * HEADS];
+    let count = parts.len();
+    for (rows, part, part_lse) in parts {
+        for (from, to) in rows.into_iter().enumerate() {
+            out[to * row..][..row].copy_from_slice(&part[from * row..][..row]);
+            lse[to * HEADS..][..HEADS].copy_from_slice(&part_lse[from * HEADS..][..HEADS]);
+        }
+    }
+    let out = Tensor::from_slice(&out, &law.shape(law.rows(), &[HEADS, VALUE_DIM]), None).unwrap();
+    let lse = Tensor::from_slice(&lse, &law.shape(law.rows(), &[HEADS]), None).unwrap();
+    let verdict = judge.check(&out, Some(&lse));
+    assert!(verdict.is_ok(), "{count} ranks, {law:?}: {}", verdict.unwrap_err());
+}
+
+/// 1 to 4 ranks give what one device gives.
 fn ring_holds<T: Number>(law: &Law) {
     let whole = Whole::<T>::new(law);
-    let judge = Judge::new(&whole.inputs(law), T::DTYPE).unwrap();
-    let row = HEADS * VALUE_DIM;
+    let inputs = whole.inputs(law);
+    let judge = Judge::new(&inputs, T::DTYPE).unwrap();
+    let problem = Problem::from_inputs(&inputs, T::DTYPE, true).unwrap();
     for count in 1..=4 {
-        let mut out = vec![T::from_f32(f32::NAN); law.batch * law.len * row];
-        let mut lse = vec![f32::NAN; law.batch * law.len * HEADS];
-        let parts = on_ranks(count, TIMEOUT, |rank| run_ring(law, &whole, &rank).unwrap());
-        for (own, part, part_lse) in parts {
-            for b in 0..law.batch {
-                for (i, p) in own.iter().enumerate() {
-                    let (to, from) = (b * law.len + p, b * own.len() + i);
-                    out[to * row..][..row].copy_from_slice(&part[from * row..][..row]);
-                    lse[to * HEADS..][..HEADS].copy_from_slice(&part_lse[from * HEADS..][..HEADS]);
-                }
-            }
-        }
-        let out = Tensor::new(&out, [law.batch, law.len, HEADS, VALUE_DIM]).unwrap();
-        let lse = Tensor::new(&lse, [law.batch, law.len, HEADS]).unwrap();
-        let verdict = judge.check(&out, Some(&lse));
-        assert!(verdict.is_ok(), "{count} ranks, {law:?}: {}", verdict.unwrap_err());
+        let parts = on_ranks(count, TIMEOUT, |rank| {
+            let mut ring = plan_ring(law, &problem, &rank).unwrap();
+            run_ring(law, &whole, &rank, &mut ring).unwrap()
+        });
+        expect_one(law, &judge, parts);
     }
 }
 
-fn ring_holds_everywhere(law: Law) {
+fn ring_holds_everywhere(len: usize, variant: Options) {
     for len in [1, 2, 5, 16, 67] {
-        ring_holds::<f32>(&Law { len, ..law });
-        ring_holds::<f32>(&Law { len, batch: 3, ..law });
+        ring_holds::<f32>(&Law::batch(RingSequence::new(len, len), 1, variant));
+        ring_holds::<f32>(&Law::batch(RingSequence::new(len, len), 3, variant));
+        ring_holds::<f32>(&Law::batch(RingSequence::new(len, len + 41), 2, variant));
     }
-    ring_holds::<bf16>(&Law { batch: 2, ..law });
-    ring_holds::<f16>(&law);
+    ring_holds::<bf16>(&Law::batch(RingSequence::new(len, len), 2, variant));
+    ring_holds::<f16>(&Law::batch(RingSequence::new(len, len), 1, variant));
 }
 
 #[test]
 fn causal_rings() {
-    ring_holds_everywhere(Law::new(97));
-    ring_holds_everywhere(Law { sinks: true, softcap: Some(2.0), ..Law::new(64) });
+    ring_holds_everywhere(97, CAUSAL);
+    ring_holds_everywhere(64, Options { sinks: true, softcap: Some(2.0), ..CAUSAL });
 }
 
 #[test]
 fn full_rings() {
-    ring_holds_everywhere(Law { causal: false, sinks: true, ..Law::new(50) });
+    ring_holds_everywhere(50, Options { causal: false, sinks: true, ..CAUSAL });
 }
 
 #[test]
 fn rings_with_windows() {
     for left in [0, 3, 9, 40] {
         let window = Window { left: Some(left), right: None };
-        ring_holds_everywhere(Law { window, sinks: left == 9, ..Law::new(80) });
+        ring_holds_everywhere(80, Options { window, sinks: left == 9, ..CAUSAL });
     }
     let window = Window { left: Some(7), right: Some(12) };
-    ring_holds_everywhere(Law { window, causal: false, ..Law::new(70) });
+    ring_holds_everywhere(70, Options { window, causal: false, ..CAUSAL });
 }
 
 #[test]
 fn rings_with_alibi() {
-    ring_holds_everywhere(Law { alibi: true, ..Law::new(61) });
-    ring_holds_everywhere(Law { alibi: true, causal: false, sinks: true, ..Law::new(33) });
+    ring_holds_everywhere(61, Options { alibi: true, ..CAUSAL });
+    ring_holds_everywhere(33, Options { alibi: true, causal: false, sinks: true, ..CAUSAL });
 }
 
-/// A short window needs the keys of few ranks, so the ring stops early and has few parts.
 #[test]
-fn a_window_shortens_the_ring() {
-    let law = Law { window: Window { left: Some(4), right: None }, ..Law::new(800) };
+fn rings_with_chunked_attention() {
+    for chunk in [1, 7, 16, 64, 1000] {
+        ring_holds_everywhere(75, Options { chunk: Some(chunk), sinks: chunk == 16, ..CAUSAL });
+    }
+    let window = Window { left: Some(9), right: Some(4) };
+    ring_holds_everywhere(75, Options { chunk: Some(20), alibi: true, window, ..CAUSAL });
+    ring_holds_everywhere(75, Options { chunk: Some(20), window, causal: false, ..CAUSAL });
+}
+
+/// Every combination of features, over every kind of sequences.
+#[test]
+fn all_features_over_all_sequences() {
+    let at = |query_len, kv_len, q_offset| RingSequence { query_len, kv_len, q_offset };
+    let prompts = [13, 1, 0, 7, 30, 2].map(|len| RingSequence::new(len, len));
+    let prefixes = [(13, 20), (1, 33), (0, 9), (7, 7), (21, 60), (3, 5)];
+    let prefixes = prefixes.map(|(rows, keys)| RingSequence::new(rows, keys));
+    let offsets = [at(13, 20, 0), at(2, 9, -1), at(9, 4, 1), at(11, 30, 25), at(5, 0, 3)];
+    let laws = |variant| {
+        [
+            Law::batch(RingSequence::new(22, 51), 2, variant),
+            Law::batch(at(21, 40, 11), 2, variant),
+            Law::batch(at(20, 9, -4), 1, variant),
+            Law::ragged(prompts.to_vec(), variant),
+            Law::ragged(prefixes.to_vec(), variant),
+            Law::ragged(offsets.to_vec(), variant),
+        ]
+    };
+    let windows = [(None, None), (Some(6), None), (Some(9), Some(5))];
+    for bits in 0..32 {
+        let is = |bit: usize| bits >> bit & 1 == 1;
+        for (left, right) in windows {
+            let variant = Options {
+                causal: is(0),
+                window: Window { left, right },
+                chunk: is(1).then_some(11),
+                alibi: is(2),
+                sinks: is(3),
+                softcap: is(4).then_some(2.0),
+            };
+            for (i, law) in laws(variant).iter().enumerate() {
+                match (bits + i) % 3 {
+                    0 => ring_holds::<f32>(law),
+                    1 => ring_holds::<bf16>(law),
+                    _ => ring_holds::<f16>(law),
+                }
+            }
+        }
+    }
+}
+
+/// Sequences that a plan has room for take the place of others.
+#[test]
+fn sequences_are_replaced() {
+    let (short, long) = ([(3, 3), (9, 40), (1, 1)], [(40, 40), (0, 5), (30, 31), (2, 60)]);
+    let law = |lens: &[(usize, usize)]| {
+        let sequences = lens.iter().map(|&(rows, keys)| RingSequence::new(rows, keys));
+        Law::ragged(sequences.collect(), Options { sinks: true, ..CAUSAL })
+    };
+    let laws = [law(&short), law(&long), law(&short)];
+    let wholes = laws.each_ref().map(Whole::<f32>::new);
+    let inputs = [0, 1, 2].map(|i| wholes[i].inputs(&laws[i]));
+    let bounds = Problem::from_inputs(&inputs[1], DType::F32, true).unwrap();
+    for count in 1..=4 {
+        let mut parts = on_ranks(count, TIMEOUT, |rank| {
+            let first = &laws[0].sequences;
+            let mut ring = RingPrefill::with_sequences(&rank, &bounds, first).unwrap();
+            [0, 1, 2].map(|i| {
+                ring.set_sequences(&rank, &laws[i].sequences).unwrap();
+                Some(run_ring(&laws[i], &wholes[i], &rank, &mut ring).unwrap())
+            })
+        });
+        for i in 0..3 {
+            let judge = Judge::new(&inputs[i], DType::F32).unwrap();
+            let of_law = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
+            expect_one(&laws[i], &judge, of_law);
+        }
+    }
+}
+
+/// The parts of each of 4 ranks.
+fn parts_of_ranks(sequence: RingSequence, variant: Options) -> Vec<usize> {
+    let law = Law::batch(sequence, 1, variant);
     let whole = Whole::<f32>::new(&law);
     let problem = Problem::from_inputs(&whole.inputs(&law), DType::F32, false).unwrap();
-    let parts = on_ranks(4, TIMEOUT, |rank| RingPrefill::new(&rank, &problem).unwrap().parts());
-    assert_eq!(parts, [2; 4]);
+    on_ranks(4, TIMEOUT, |rank| plan_ring(&law, &problem, &rank).unwrap().parts())
+}
+
+/// A short window needs the keys of few ranks, so the ring stops early and has few parts. Rows see
+/// one share of a prefix at most.
+#[test]
+fn a_window_shortens_the_ring() {
+    let variant = Options { window: Window { left: Some(4), right: None }, ..CAUSAL };
+    assert_eq!(parts_of_ranks(RingSequence::new(800, 800), variant), [2; 4]);
+    assert_eq!(parts_of_ranks(RingSequence::new(800, 1200), variant), [2; 4]);
+}
+
+/// Chunks that no rows share with the keys of another rank leave nothing to pass around.
+#[test]
+fn short_chunks_shorten_the_ring() {
+    let variant = Options { chunk: Some(100), ..CAUSAL };
+    assert_eq!(parts_of_ranks(RingSequence::new(800, 800), variant), [1; 4]);
+    assert_eq!(parts_of_ranks(RingSequence::new(800, 1200), variant), [1; 4]);
+}
+
+/// Where only order matters, a prefix adds no parts.
+#[test]
+fn a_prefix_adds_no_parts() {
+    assert_eq!(parts_of_ranks(RingSequence::new(800, 800), CAUSAL), [4; 4]);
+    assert_eq!(parts_of_ranks(RingSequence::new(800, 1200), CAUSAL), [4; 4]);
 }
 
 fn run_heads<T: Number>(law: &Law, whole: &Whole<T>, rank: &HostRank) -> Result<Vec<T>, Error> {
     let problem = Problem::from_inputs(&whole.inputs(law), T::DTYPE, false)?;
     let mut heads = HeadParallel::new(rank, &problem)?;
     let (number, count) = (rank.transport.rank(), rank.transport.size());
-    let rows = law.len / count;
+    let rows = law.rows() / count;
     let own: Vec<usize> = (number * rows..(number + 1) * rows).collect();
     // Heads outermost.
     let cut = |whole: &[T], heads: usize, dim: usize| -> Vec<T> {
-        let rows_first = rows_of(whole, law, &own, heads * dim);
+        let rows_first = gather(whole, &own, heads * dim);
         let order = (0..heads).flat_map(|head| (0..rows).map(move |i| (i * heads + head) * dim));
         order.flat_map(|at| rows_first[at..][..dim].to_vec()).collect()
     };
@@ -236,29 +428,32 @@ fn heads_hold<T: Number>(law: &Law) {
     let whole = Whole::<T>::new(law);
     let judge = Judge::new(&whole.inputs(law), T::DTYPE).unwrap();
     for count in 1..=4 {
-        let rows = law.len / count;
+        let len = law.rows();
+        let rows = len / count;
         let parts = on_ranks(count, TIMEOUT, |rank| run_heads(law, &whole, &rank).unwrap());
-        let mut out = vec![T::from_f32(f32::NAN); law.len * HEADS * VALUE_DIM];
-        for (p, head) in (0..law.len).flat_map(|p| (0..HEADS).map(move |head| (p, head))) {
+        let mut out = vec![T::from_f32(f32::NAN); len * HEADS * VALUE_DIM];
+        for (p, head) in (0..len).flat_map(|p| (0..HEADS).map(move |head| (p, head))) {
             let from = (head * rows + p % rows) * VALUE_DIM;
             out[(p * HEADS + head) * VALUE_DIM..][..VALUE_DIM]
                 .copy_from_slice(&parts[p / rows][from..][..VALUE_DIM]);
         }
-        let verdict =
-            judge.check(&Tensor::new(&out, [1, law.len, HEADS, VALUE_DIM]).unwrap(), None);
+        let verdict = judge.check(&Tensor::new(&out, [1, len, HEADS, VALUE_DIM]).unwrap(), None);
         assert!(verdict.is_ok(), "{count} ranks, {law:?}: {}", verdict.unwrap_err());
     }
 }
 
 #[test]
 fn head_parallel_attention() {
-    let law = Law { kv_heads: KV_HEADS, ..Law::new(60) };
+    let law = |variant| {
+        let law = Law::batch(RingSequence::new(60, 60), 1, variant);
+        Law { kv_heads: KV_HEADS, ..law }
+    };
     let window = Window { left: Some(11), right: None };
-    heads_hold::<f32>(&law);
-    heads_hold::<bf16>(&Law { alibi: true, sinks: true, ..law });
-    heads_hold::<f32>(&Law { window, alibi: true, ..law });
-    heads_hold::<f32>(&Law { chunk: Some(16), softcap: Some(3.0), ..law });
-    heads_hold::<f16>(&Law { causal: false, sinks: true, ..law });
+    heads_hold::<f32>(&law(CAUSAL));
+    heads_hold::<bf16>(&law(Options { alibi: true, sinks: true, ..CAUSAL }));
+    heads_hold::<f32>(&law(Options { window, alibi: true, ..CAUSAL }));
+    heads_hold::<f32>(&law(Options { chunk: Some(16), softcap: Some(3.0), ..CAUSAL }));
+    heads_hold::<f16>(&law(Options { causal: false, sinks: true, ..CAUSAL }));
 }
 
 /// A change of a problem.
@@ -295,10 +490,13 @@ fn ranks_with_different_prompts_are_told() {
 #[test]
 fn what_the_ring_does_not_pass_on_is_refused() {
     let refused: [(&str, Change); 6] = [
-        ("query_len", |problem| problem.query_len = 20),
         ("keys", |problem| problem.keys = KvStorage::Paged { block_size: 16 }),
+        ("keys", |problem| problem.queries = QueryStorage::Ragged { total: 24 }),
+        ("queries", |problem| {
+            problem.queries = QueryStorage::Ragged { total: 24 };
+            problem.keys = KvStorage::Ragged;
+        }),
         ("key_dtype", |problem| problem.key_dtype = DType::BF16),
-        ("chunk", |problem| problem.variant.chunk = Some(8)),
         ("mask", |problem| problem.variant.mask = Some(DType::Bool)),
         ("tree_mask", |problem| problem.variant = Variant { tree: true, ..Variant::default() }),
     ];
@@ -307,6 +505,48 @@ fn what_the_ring_does_not_pass_on_is_refused() {
         assert!(found[1].starts_with(&format!("`{argument}` is ")), "{argument}: {found:?}");
         assert!(found[1].ends_with("in ring prefill"), "{argument}: {found:?}");
     }
+}
+
+/// The error of 2 ranks that plan these sequences, for a problem of at most 3 ragged ones.
+fn sequences_error(sequences: impl Fn(usize) -> Vec<RingSequence> + Sync) -> String {
+    let found = on_ranks(2, TIMEOUT, |rank| {
+        let problem = Problem {
+            batch: 3,
+            queries: QueryStorage::Ragged { total: 40 },
+            keys: KvStorage::Ragged,
+            ..problem()
+        };
+        let sequences = sequences(rank.transport.rank());
+        RingPrefill::with_sequences(&rank, &problem, &sequences).expect_err("an error").to_string()
+    });
+    assert_eq!(found[0], found[1]);
+    found[0].clone()
+}
+
+#[test]
+fn wrong_sequences_are_told() {
+    let fits = RingSequence::new(20, 22);
+    let found = sequences_error(|rank| vec![RingSequence::new(20, 22 + rank)]);
+    assert!(found.starts_with("`sequences` is 1 of RingSequence { query_len: 20, kv_len: 22, "));
+    let found = sequences_error(|rank| vec![fits, RingSequence::new(1, 22 + rank)]);
+    assert!(found.starts_with("`sequences` is 2 of 21 rows and 44 keys (checksum "), "{found}");
+    let found = sequences_error(|_| vec![fits; 4]);
+    assert_eq!(found, "`batch` is 4; allowed: at most 3, as in the problem");
+    let found = sequences_error(|_| vec![fits, RingSequence::new(25, 24)]);
+    assert_eq!(found, "`sequences[1].query_len` is 25; allowed: at most 24, as in the problem");
+    let found = sequences_error(|_| vec![RingSequence::new(3, 25)]);
+    assert_eq!(found, "`sequences[0].kv_len` is 25; allowed: at most 24, as in the problem");
+    let found = sequences_error(|_| vec![fits; 3]);
+    assert_eq!(found, "`query rows` is 60; allowed: at most 40, as in the problem");
+    let found = sequences_error(|_| vec![RingSequence { q_offset: 1 << 31, ..fits }]);
+    assert!(found.starts_with("`sequences[0].q_offset` is 2147483648; allowed: "), "{found}");
+    let found = on_ranks(1, TIMEOUT, |rank| {
+        let problem = Problem { batch: 2, ..problem() };
+        let sequences = [fits, RingSequence::new(19, 22)];
+        RingPrefill::with_sequences(&rank, &problem, &sequences).expect_err("an error").to_string()
+    });
+    assert!(found[0].starts_with("`sequences[1]` is RingSequence "), "{found:?}");
+    assert!(found[0].ends_with("as the first: sequences of a batch are equal"), "{found:?}");
 }
 
 /// A call of one rank with operands of `rows` rows.
@@ -335,7 +575,12 @@ fn wrong_operands_of_a_ring_are_told() {
     assert!(ring_call(24, attention).starts_with("`kv_lens` is given; allowed: not given"));
     assert!(ring_call(24, Attention::default()).starts_with("`attention` is "));
     let attention = Attention { q_offset: regard::QueryOffset::Same(3), ..Attention::causal() };
-    assert!(ring_call(24, attention).starts_with("`q_offset` is given; allowed: 0"));
+    let found = ring_call(24, attention);
+    assert_eq!(found, "`q_offset` is 3; allowed: 0, as planned, or not given");
+    let starts = [0, 24];
+    let attention = Attention { cu_seqlens_q: Some(Tensor::from(&starts)), ..Attention::causal() };
+    let found = ring_call(24, attention);
+    assert_eq!(found, "`cu_seqlens_q` is given; allowed: not given: it is planned, by sequences");
 }
 
 #[test]
