@@ -2,8 +2,8 @@
 
 /// The slopes of [`Attention::alibi_slopes`](crate::Attention::alibi_slopes) as models are trained
 /// with them (Press et al., *Train Short, Test Long*): for a power of two n of heads, `2^(-8 i /
-/// n)` for i from 1 to n. Otherwise those of the largest power of two m below n, and then the
-/// first, third, ... slope of 2 m heads.
+/// n)` for i from 1 to n. For other n: the slopes of m heads, the largest power of two below n, and
+/// then the first, third, ... slope of 2 m heads.
 ///
 /// ```
 /// assert_eq!(regard::alibi_slopes(8)[..3], [0.5, 0.25, 0.125]);
@@ -28,7 +28,7 @@ mod tests {
         assert_eq!(alibi_slopes(0), []);
         assert_eq!(alibi_slopes(1), [1.0 / 256.0]);
         assert_eq!(alibi_slopes(4), [0.25, 0.0625, 0.015625, 0.00390625]);
-        // BLOOM-like: 12 heads are those of 8, then every other one of 16.
+        // BLOOM-like: 12 heads have the slopes of 8 heads, then every other slope of 16 heads.
         let twelve = alibi_slopes(12);
         assert_eq!(twelve[..8], alibi_slopes(8));
         let sixteen = alibi_slopes(16);

@@ -16,12 +16,12 @@ use crate::tensor::{Dims, Tensor, TensorMut};
 ///
 /// Sequence `b` has `kv_lens[b]` tokens afterwards, of which the last are new: token `kv_lens[b] -
 /// n + i` is new token `i` of `n`, and goes to slot `token % block_size` of block `block_table[b,
-/// token / block_size]`. Tokens of slots that the table does not reach, or whose entry names no
-/// block, are dropped, and so are rows that no sequence has. The three tables are those of a
-/// [`Step`](crate::paged::Step).
+/// token / block_size]`. A token is dropped if the table does not reach its slot, or if the table's
+/// entry names no block. Rows that belong to no sequence are dropped too. A
+/// [`Step`](crate::paged::Step) makes the three tables.
 ///
-/// Pools have the type of the new tokens, or a format of 8 or 4 bits that these are quantized to,
-/// keys and values independently. Keys are quantized after rotation. See
+/// Pools have the type of the new tokens, or a format of 8 or 4 bits to which new tokens are
+/// quantized, keys and values independently. Keys are quantized after rotation. See
 /// [`quantize`](crate::quantize) for the rounding, which is the same on every backend, to the bit.
 #[derive(Debug)]
 pub struct Append<'a, M: Memory = Host> {

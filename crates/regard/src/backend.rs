@@ -61,13 +61,13 @@ impl Plan {
         cpu::run(self, inputs, outputs, workspace, &cpu::DefaultExecutor)
     }
 
-    /// How the kernels are launched, if the plan is for an NVIDIA GPU.
+    /// The launches of the kernels, if the plan is for an NVIDIA GPU.
     #[doc(hidden)]
     pub fn cuda(&self) -> Option<&cuda::Launches> {
         self.backend()
     }
 
-    /// How the kernels are launched, if the plan is for an Apple GPU.
+    /// The launch of the kernels, if the plan is for an Apple GPU.
     #[doc(hidden)]
     pub fn metal(&self) -> Option<&metal::Launch> {
         self.backend()

@@ -87,9 +87,9 @@ pub(crate) fn query_offset<T>(offset: &QueryOffset<T>) -> (OffsetKind, i64) {
     }
 }
 
-/// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor
-/// with or without a last dimension; `leading` is the number of dimensions up to the heads, 3 or 2
-/// where ragged.
+/// Strides from sequence to sequence (0 if ragged), token to token and head to head. The tensor may
+/// lack the last dimension. `leading` is the number of dimensions up to the heads: 3, or 2 if
+/// ragged.
 pub(crate) fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
     match dims.strides()[..leading] {
         [batch, token, head] => RowStrides { batch, token, head },
@@ -138,7 +138,7 @@ pub(crate) fn tree_strides(tree: &Dims) -> TreeStrides {
     TreeStrides { batch: tree.strides()[0], row: tree.strides()[1] }
 }
 
-/// How kernels read a mask of this type.
+/// The kind of a mask of this type, as kernels see it.
 pub(crate) fn mask_kind(mask: Option<DType>) -> MaskKind {
     match mask {
         None => MaskKind::None,

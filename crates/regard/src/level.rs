@@ -22,7 +22,7 @@ pub enum Level {
     Avx512,
 }
 
-/// How bf16 queries, keys and values are multiplied. Accumulators are always f32.
+/// Arithmetic of the products of bf16 queries, keys and values. Accumulators are always f32.
 /// [`Bf16Products::Pairs`] and [`Bf16Products::Tiles`] round probabilities to bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

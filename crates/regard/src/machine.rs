@@ -34,8 +34,8 @@ pub enum Device {
 pub struct CpuFacts {
     /// The vector instructions to use.
     pub level: Level,
-    /// How bf16 are multiplied. Pairs and tiles take the level [`Level::Avx512`]; nothing is
-    /// planned for facts that disagree.
+    /// Arithmetic of the products of bf16. Pairs and tiles need the level [`Level::Avx512`]; a
+    /// machine that contradicts this gets no plan.
     pub bf16_products: Bf16Products,
     /// Threads to use.
     pub threads: usize,
@@ -78,12 +78,12 @@ impl Machine {
     /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD`
     /// says). Starts no thread.
     ///
-    /// "All its threads" is a thread per core that this process may use, or fewer where
-    /// `RAYON_NUM_THREADS` sets them; inside a rayon pool (feature `rayon`), as many as that pool
-    /// has. [`Machine::with_threads`] sets another number.
+    /// "All its threads" is a thread per core that this process may use, or fewer if
+    /// `RAYON_NUM_THREADS` says so. Inside a rayon pool (feature `rayon`) it is the number of
+    /// threads of that pool. [`Machine::with_threads`] sets another number.
     ///
     /// # Errors
-    /// If `REGARD_SIMD` asks for what does not exist or is not here.
+    /// If `REGARD_SIMD` names an unknown level, or a level that this machine lacks.
     pub fn host() -> Result<Machine, Error> {
         // Looked up once: reading them takes longer than a small attention.
         static CACHES: FirstResult<[Option<usize>; 3]> = FirstResult::new();

@@ -22,11 +22,11 @@ impl sealed::Contents for Host {
 }
 
 pub(crate) mod sealed {
-    /// Whether contents can be looked into.
+    /// Access of the host to a memory's contents.
     pub trait Contents {
         /// Whether views of this memory are views of the host's: addresses are pointers that the
-        /// host may read through. Elsewhere, lengths are bounded by shapes, and kernels clamp what
-        /// they read to that.
+        /// host may read through. In other memory, lengths are bounded by shapes, and kernels clamp
+        /// the lengths that they read to these bounds.
         const READABLE: bool = false;
     }
 }

@@ -44,7 +44,7 @@ pub struct Reference {
     pub rounding: Vec<Rounding>,
 }
 
-/// How much a row's results move when f32 rounds every score, every probability and every sum, to
+/// The change of a row's results when f32 rounds every score, every probability and every sum, to
 /// first order.
 ///
 /// With p_j the probability of key j and d_j the error of its score, the log-sum-exp moves by `sum
@@ -52,15 +52,14 @@ pub struct Reference {
 /// u one rounding (half of `f32::EPSILON`), `d_j = 4 u (m_j + 1) + sqrt(Dk) u |scale * dot_j| +
 /// underflow`:
 ///
-/// - m_j is the magnitude of the terms of the score, `|scale| sum_d |q_d k_d| + |bias|`. Where
-///   terms of both signs cancel, the sum rounds up as often as down, at the size of its partial
-///   sums: for independent normal terms the standard deviation comes to 0.64 u at m_j, for every
-///   dim and order. Scale, softcap, bias and the base of the exponential take one rounding
-///   each, mostly at less. Four roundings are six standard deviations of the first and leave room
-///   for the rest.
+/// - m_j is the magnitude of the terms of the score, `|scale| sum_d |q_d k_d| + |bias|`. If terms
+///   of both signs cancel, the sum rounds up as often as down, at the size of its partial sums. For
+///   independent normal terms the standard deviation comes to 0.64 u at m_j, for every dim and
+///   order. Scale, softcap, bias and the base of the exponential take one rounding each, mostly at
+///   less. Four roundings are six standard deviations of the first and leave room for the rest.
 /// - 1 stands for the probability: a relative error there acts as an absolute error of the score.
-/// - Where terms have one sign, partial sums grow with the number of terms, and equal terms are all
-///   rounded the same way: nothing averages out. That part of the partial sums is the drift: after
+/// - If terms have one sign, partial sums grow with the number of terms, and equal terms are all
+///   rounded the same way: nothing averages out. This part of the partial sums is the drift: after
 ///   i of n terms it is `i / n` of the result. If n terms are added in runs of sqrt(n), and then
 ///   the runs, the roundings come to at most `sqrt(n) / 2 u` of the result in the runs and as much
 ///   again between them, if all of them have the maximum size and one sign. So `sqrt(n) u |result|`
@@ -269,7 +268,7 @@ fn exact_score(
     Some(Kept { key, score, error: score_error(magnitude) + sum_error })
 }
 
-/// How far f32 roundings can move a row's results: see [`Rounding`]. `values` has an element per
+/// The change of a row's results by f32 roundings: see [`Rounding`]. `values` has an element per
 /// kept key.
 fn rounding(
     kept: &[Kept],
@@ -318,7 +317,8 @@ fn dot_and_terms(a: &[f64], b: &[f64]) -> (f64, f64) {
     (dots.iter().sum(), terms.iter().sum())
 }
 
-/// The largest magnitude in one key's value, and that of the numbers which are stored for it.
+/// The largest magnitude in one key's value, and the largest magnitude of the numbers that are
+/// stored for it.
 struct LargestValue {
     value: f64,
     code: f64,
@@ -328,8 +328,8 @@ struct LargestValue {
 const LARGEST: f64 = f32::MAX as f64;
 /// The largest sum of the magnitudes of a dot product, and of a score before its bias: 2^127.
 const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
-/// The same where an additive mask joins, which may hold any number: what rounds away beside the
-/// largest one, 2^100.
+/// The same with an additive mask, which may hold any number: 2^100, an amount that rounds away
+/// beside the largest number.
 const LARGEST_MASKED_TERMS: f64 = (1u128 << 100) as f64;
 /// The largest value times the number of keys has to stay below this: 2^128, less what unnormalized
 /// probabilities may exceed 1 by.
@@ -505,7 +505,7 @@ impl<'a> RowOperands<'a> {
         (0.0..self.inputs.k.shape()[0] as f64).contains(&block)
     }
 
-    /// The slot of the second cache that a key is, numbered after those of the first.
+    /// The slot in the second cache of a key that is numbered after the keys of the first.
     fn second_slot(&self, key: usize) -> Option<usize> {
         self.inputs.attention.second_indices?;
         key.checked_sub(self.sequence.kv_len)
@@ -519,7 +519,7 @@ impl<'a> RowOperands<'a> {
         self.read_parts(key)
     }
 
-    /// A key of the first cache: its dims are those of `k`, then those of `rotary_k`.
+    /// A key of the first cache: the dims of `k`, then the dims of `rotary_k`.
     fn read_parts(&self, key: usize) -> Stored {
         let (k, attention) = (&self.inputs.k, &self.inputs.attention);
         let mut numbers = vec![0.0; self.key_dim()];

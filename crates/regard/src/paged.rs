@@ -61,8 +61,8 @@
 //! holds which tokens, how many sequences share it, which are free. It touches no pool memory, does
 //! not depend on a backend, and returns the writes and copies that the caller has to make:
 //!
-//! - [`append`](PageAllocator::append) names the slots that new tokens go to, and the one copy that
-//!   has to come first where the last block is partly filled and shared (copy on write);
+//! - [`append`](PageAllocator::append) names the slots of new tokens. If the last block is partly
+//!   filled and shared, it also names the one copy that has to come first (copy on write);
 //! - [`fork`](PageAllocator::fork) makes a second sequence over the same blocks (parallel samples,
 //!   beams); [`fork_at`](PageAllocator::fork_at) shares only a prefix. A prefix cache, such as a
 //!   system prompt, is a sequence that is kept for being forked;
@@ -112,7 +112,7 @@ pub struct BlockCopy {
     pub from: usize,
     /// The block to write.
     pub to: usize,
-    /// How many slots, from slot 0.
+    /// Number of slots, from slot 0.
     pub slots: usize,
 }
 
@@ -524,8 +524,8 @@ impl PageAllocator {
 }
 
 impl Sequence {
-    /// Whether the sequence can end at `len`: it has that many tokens, and the block that holds the
-    /// last of them.
+    /// Checks that the sequence can end at `len`: it has that many tokens, and still has the block
+    /// of the last of them.
     fn check_len(&self, len: usize, block_size: usize) -> Result<(), Error> {
         let first = self.released * block_size;
         if (first..=self.len).contains(&len) {

@@ -10,8 +10,8 @@ use std::any::Any;
 use std::fmt::{Debug, Write};
 use std::sync::Arc;
 
-/// How a [`Problem`] runs on a [`Machine`]: the kernel, the split, and the workspace it needs. Made
-/// once, run many times.
+/// The execution of a [`Problem`] on a [`Machine`]: the kernel, the split, and the size of the
+/// workspace. Made once, run many times.
 #[derive(Debug, Clone)]
 pub struct Plan {
     problem: Problem,
@@ -26,7 +26,7 @@ pub struct Plan {
 pub(crate) struct Selection<B> {
     /// The kernel and its tile.
     pub choice: Choice,
-    /// How keys are split.
+    /// The split of the keys.
     pub split: Split,
     /// The backend's part of the plan.
     pub backend: B,
@@ -109,7 +109,7 @@ impl Plan {
         &self.choice
     }
 
-    /// How keys are split.
+    /// The split of the keys.
     pub fn split(&self) -> &Split {
         &self.split
     }

@@ -53,7 +53,7 @@ impl<T> KeyPositions<T> {
         }
     }
 
-    /// Whether keys are contiguous.
+    /// The layout that the stride gives.
     pub fn layout(&self) -> KeyLayout {
         if self.stride == 1 { KeyLayout::Contiguous } else { KeyLayout::RoundRobin }
     }
@@ -80,7 +80,7 @@ impl<T> KeyPositions<T> {
     }
 }
 
-/// How the keys of a sequence are divided among devices.
+/// The division of a sequence's keys among devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum KeyLayout {
@@ -165,8 +165,8 @@ impl Shard {
         })
     }
 
-    /// What [`Attention::key_positions`](crate::Attention::key_positions) is for sequences of
-    /// `keys` keys each.
+    /// [`Attention::key_positions`](crate::Attention::key_positions) for sequences of `keys` keys
+    /// each.
     ///
     /// # Errors
     /// As [`Shard::positions`].

@@ -55,7 +55,7 @@ pub const CACHE_DTYPES: [DType; 10] = [
     DType::Mla656Latent,
 ];
 
-/// Whether a head dim is a multiple of a type's elements.
+/// Checks that a head dim is a multiple of the values of a type's element.
 fn whole_blocks(argument: &str, dim: usize, dtype: DType) -> Result<(), Error> {
     if dim.is_multiple_of(dtype.values()) {
         return Ok(());
@@ -64,7 +64,7 @@ fn whole_blocks(argument: &str, dim: usize, dtype: DType) -> Result<(), Error> {
     Err(Error::argument(argument, dim, allowed))
 }
 
-/// How queries are stored.
+/// The storage of queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QueryStorage {
@@ -77,7 +77,7 @@ pub enum QueryStorage {
     },
 }
 
-/// How keys and values are stored.
+/// The storage of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum KvStorage {
@@ -141,18 +141,18 @@ pub struct Problem {
     pub query_len: usize,
     /// Maximum keys of a sequence; with physical slots and pages, the longest list.
     pub kv_len: usize,
-    /// How queries (and outputs) are stored.
+    /// The storage of queries (and outputs).
     pub queries: QueryStorage,
-    /// How keys and values are stored.
+    /// The storage of keys and values.
     pub keys: KvStorage,
     /// The type of queries.
     pub dtype: DType,
-    /// How keys are stored: `f32`, `f16`, `bf16`, codes of 8 bits with scales beside them, or
-    /// blocks of 32 values.
+    /// The type of keys: `f32`, `f16`, `bf16`, codes of 8 bits with scales beside them, or blocks
+    /// of 32 values.
     pub key_dtype: DType,
-    /// How values are stored, likewise; not always as keys are.
+    /// The type of values, likewise. It may differ from the type of keys.
     pub value_dtype: DType,
-    /// Whether values are a part of the keys.
+    /// The source of values: a tensor of their own, or the first dims of keys.
     pub values: Values,
     /// The last dims of keys, which are in a tensor of their own; 0 if keys are in one.
     pub rotary_dim: usize,
@@ -287,7 +287,7 @@ impl Problem {
         tokens.saturating_mul(self.query_heads)
     }
 
-    /// Whether the numbers are consistent.
+    /// Checks that the numbers are consistent.
     pub fn validate(&self) -> Result<(), Error> {
         one_of("batch", self.batch, 0..MAX_LEN + 1)?;
         one_of("query_heads", self.query_heads, 1..MAX_LEN + 1)?;
@@ -391,7 +391,7 @@ impl Problem {
         }
     }
 
-    /// Whether a plan made for `self` also serves `other`: the same heads, dims, types and
+    /// Checks that a plan made for `self` also serves `other`: the same heads, dims, types and
     /// features, and nothing longer.
     pub fn covers(&self, other: &Problem) -> Result<(), Error> {
         fn same<T: PartialEq + std::fmt::Debug>(

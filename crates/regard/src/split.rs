@@ -1,4 +1,4 @@
-//! How the keys of a sequence are split among workers: a pure function.
+//! The split of a sequence's keys among workers: a pure function.
 //!
 //! A work item is one row block of one (sequence, key/value head). If there are enough items to
 //! keep every worker busy, each walks all keys of its rows. If there are few (decode), the keys are
@@ -27,7 +27,7 @@ pub(crate) struct Work {
     pub batch_invariant: bool,
 }
 
-/// How keys are split.
+/// The split of the keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Split {
     /// Keys per split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`,

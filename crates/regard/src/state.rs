@@ -21,7 +21,7 @@ pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// log4(e): scores in base 4 are natural scores times this.
 pub const LOG4_E: f32 = LOG2_E / 2.0;
 
-/// The largest score in base 4: that of `f32::MAX` in natural units. Scores end here, and at minus
+/// The largest score in base 4: `f32::MAX` in natural units. Scores are clamped to plus and minus
 /// this.
 pub(crate) const LARGEST_SCORE: f32 = f32::MAX * LOG4_E;
 

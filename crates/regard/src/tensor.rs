@@ -448,8 +448,8 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// `f16::to_f64`, in a form that compilers make vector instructions of: its exponent is that of an
-/// `f32` but for the bias.
+/// `f16::to_f64`, in a form that compilers make vector instructions of: its exponent differs from
+/// the exponent of an `f32` in the bias only.
 fn f16_number(x: f16) -> f64 {
     let magnitude = u32::from(x.to_bits() & 0x7fff) << 13;
     let sign = u32::from(x.to_bits() & 0x8000) << 16;

@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// How far a query sees to either side of its own position, in positions. `None` is unbounded.
+/// The reach of a query to either side of its own position, in positions. `None` is unbounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Window {
     /// Keys before the query's position that are kept.
@@ -53,7 +53,7 @@ pub enum Values {
     #[default]
     Separate,
     /// The first Dv dims of each key: the latent cache of multi-head latent attention (MLA). `v` is
-    /// that part of `k` ([`Tensor::prefix`]), and the scales of keys are those of values.
+    /// that part of `k` ([`Tensor::prefix`]), and the scales of keys are the scales of values too.
     KeyPrefix,
 }
 
@@ -95,7 +95,7 @@ pub struct Attention<T> {
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
     pub q_offset: QueryOffset<T>,
-    /// Where keys are, if key j is not at position j: a shard of the keys of a sequence. Needs
+    /// Positions of keys, if key j is not at position j: a shard of the keys of a sequence. Needs
     /// `q_offset`. Masks, `kv_lens` and `key_indices` count keys of the call, not positions. Not
     /// given together with `tree_mask`, `indices_are_slots` or `page_indices`.
     pub key_positions: Option<KeyPositions<T>>,
@@ -129,7 +129,7 @@ pub struct Attention<T> {
     pub k_scales: Option<T>,
     /// Likewise for values. With [`Values::KeyPrefix`] not given, or the same as `k_scales`.
     pub v_scales: Option<T>,
-    /// Whether values are a part of the keys.
+    /// The source of values: a tensor of their own, or the first dims of keys.
     pub values: Values,
     /// The shape of `k` with other dims (Dr for Dv), of its type: the last dims of keys, of which
     /// `k` has the first ones: key `j` is `[k_j, rotary_k_j]`, and Dk is Dv + Dr. Values are then
@@ -137,9 +137,9 @@ pub struct Attention<T> {
     /// scales of `k_scales`. Not given together with `second_k`.
     pub rotary_k: Option<T>,
     /// `[rows, Hkv]` or `[rows, 1]`, and `n` entries each, `i32`: the keys that each query row
-    /// attends to, instead of all. Rows are those of `q`: row `b * Lq + i`, or `i` of `[total, Hq,
-    /// D]`. An entry is a position of the row's sequence. Entries that are negative, or not below
-    /// the sequence's length, are skipped; each other entry counts once as listed.
+    /// attends to, instead of all. Rows are numbered as in `q`: row `b * Lq + i`, or `i` of
+    /// `[total, Hq, D]`. An entry is a position of the row's sequence. Entries that are negative,
+    /// or not below the sequence's length, are skipped; each other entry counts once as listed.
     pub key_indices: Option<T>,
     /// The shape of `key_indices` without its last dimension, `i32`: the entries of each list that
     /// are used, from its start. `None` uses all.
@@ -161,11 +161,11 @@ pub struct Attention<T> {
     /// positions from 2^31 - 1 on, are skipped. Needs `q_offset`.
     pub page_numbers: Option<T>,
     /// `[blocks, block_size, Hkv, Dk]`: a second pool of keys, of the type of `k`, for
-    /// `second_indices`. Blocks may be of another size than those of `k`.
+    /// `second_indices`. Blocks may be of another size than the blocks of `k`.
     pub second_k: Option<T>,
     /// Likewise for values. With [`Values::KeyPrefix`] not given: values are in `second_k`.
     pub second_v: Option<T>,
-    /// The scales of `second_k`, as `k_scales` are those of `k`.
+    /// The scales of `second_k`, as `k_scales` are the scales of `k`.
     pub second_k_scales: Option<T>,
     /// Likewise for values.
     pub second_v_scales: Option<T>,
@@ -204,8 +204,9 @@ impl<T> Attention<T> {
     }
 
     /// The tensors that `tensor` gives for their names, everything else at its default. Names are
-    /// the names of the fields; `q_offset` is the tensor of [`QueryOffset::PerSequence`], and
-    /// `key_offset` that of [`KeyOffset::PerSequence`](crate::KeyOffset), with a stride of 1.
+    /// the names of the fields; `q_offset` is the tensor of [`QueryOffset::PerSequence`].
+    /// `key_offset` is the tensor of [`KeyOffset::PerSequence`](crate::KeyOffset), with a stride
+    /// of 1.
     pub fn from_named(mut tensor: impl FnMut(&'static str) -> Option<T>) -> Self {
         Attention {
             scale: None,
@@ -414,7 +415,7 @@ pub struct Variant {
     pub mask: Option<DType>,
     /// The new tokens form a tree.
     pub tree: bool,
-    /// How positions of keys are spaced, if they are given.
+    /// The spacing of key positions, if they are given.
     pub key_positions: Option<KeyLayout>,
 }
 

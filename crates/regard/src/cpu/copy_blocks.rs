@@ -47,8 +47,8 @@ pub fn copy_blocks(copy: &mut CopyBlocks, executor: &dyn Executor) -> Result<(),
 }
 
 /// # Safety
-/// The rows lie in the memory that is written through `pool`, and those of two different blocks
-/// share no byte.
+/// The rows are in the memory that is written through `pool`. Rows of two different blocks share no
+/// byte.
 unsafe fn copy_rows(pool: *mut u8, rows: Rows) {
     for row in 0..rows.rows {
         let offset = (row * rows.pitch) as isize;

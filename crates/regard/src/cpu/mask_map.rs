@@ -22,8 +22,8 @@ pub(super) fn tile_map(
 ) -> Option<TileMap> {
     let mask = inputs.attention.mask.as_ref()?;
     let [batch, heads, rows, keys] = *mask.shape().first_chunk::<4>()?;
-    // A mask may be larger than the plan. What it is for the lengths of one step does not count:
-    // the map may be made once for several.
+    // A mask may be larger than the plan. The lengths of this step are not used here: one map may
+    // serve several steps.
     let (rows, keys) = (rows.min(planned.query_len), keys.min(planned.kv_len));
     let map = TileMap {
         at: place.at,

@@ -114,7 +114,7 @@ pub fn tile_map(plan: &Plan, inputs: &Inputs, outputs: &Outputs) -> Result<Optio
     Ok(place.and_then(|place| mask_map::tile_map(&place, &cpu.tiling, plan.problem(), inputs)))
 }
 
-/// What the workspace has before a run.
+/// Contents of the workspace that are made before a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Prepared {
     /// The tile map of the mask.
@@ -252,7 +252,8 @@ struct Runner<'a> {
 
 impl Runner<'_> {
     /// Runs all items on up to `workers` threads, or on fewer if they are not worth as many.
-    /// `stream` is the code and call for items that stream, if it differs from that of the others.
+    /// `stream` is the code and call for items that stream, if they differ from the code and call
+    /// of the other items.
     fn run(
         &self,
         stream: Option<(&'static Compiled, &Call)>,

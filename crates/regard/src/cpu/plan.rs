@@ -50,7 +50,7 @@ pub struct WorkspaceLayout {
     pub finished: usize,
     /// `f32`: partial states of rows and splits.
     pub partials: usize,
-    /// How many partial states there is room for.
+    /// Partial states that `partials` has room for.
     pub max_states: usize,
     /// `f32`: what one worker needs for itself.
     pub scratch: usize,
@@ -88,8 +88,8 @@ pub fn problem_blocks(problem: &Problem, tokens: usize, block_rows: usize) -> us
     if problem.key_lists.is_some() { blocks.saturating_mul(tokens) } else { blocks }
 }
 
-/// Key/value heads per item of a sequence of `tokens` query tokens: those of an item read the same
-/// keys.
+/// Key/value heads per item of a sequence of `tokens` query tokens. The heads of an item read the
+/// same keys.
 pub fn problem_heads_per_item(problem: &Problem, tiling: &Tiling, tokens: usize) -> usize {
     match problem.key_lists {
         // Items of several heads read all of them with one stride.

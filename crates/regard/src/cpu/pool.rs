@@ -48,12 +48,12 @@ impl Executor for DefaultExecutor {
     }
 }
 
-/// How long an idle helper spins before it sleeps: longer than the gap between the small attentions
-/// of two layers, and too short to take much time from other threads.
+/// Time that an idle helper spins before it sleeps: longer than the gap between the small
+/// attentions of two layers, and too short to take much time from other threads.
 const HELPER_SPIN: Duration = Duration::from_micros(50);
 
-/// How long a caller spins for its helpers to finish before it sleeps: they finish at most one item
-/// later.
+/// Time that a caller spins for its helpers to finish before it sleeps: they finish at most one
+/// item later.
 const CALLER_SPIN: Duration = Duration::from_micros(200);
 
 /// Bits of [`Pool::slots`] that count free slots; the others count runs.
@@ -97,9 +97,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How many helpers to wake for a run that wants `wanted`: those of them that are not awake
-/// already. Every awake helper looks for a slot before it sleeps. More would find none, and would
-/// take the lock and the caller's time for it.
+/// Number of helpers to wake for a run that wants `wanted`, not counting helpers that are awake
+/// already: every awake helper looks for a slot before it sleeps. More helpers would find no slot,
+/// and would take the lock and the caller's time.
 fn to_wake(wanted: usize, started: usize, sleeping: usize) -> usize {
     wanted.saturating_sub(started.saturating_sub(sleeping)).min(sleeping)
 }
@@ -358,7 +358,7 @@ mod tests {
             (1, 15, 15, 1),
             (4, 15, 15, 4),
             (15, 15, 15, 15),
-            // Those that still spin are enough, or some of them.
+            // The helpers that still spin are enough, or some of them are.
             (2, 15, 12, 0),
             (5, 15, 12, 2),
             // The system granted three threads only.

@@ -1,13 +1,13 @@
 //! Prefix groups on the CPU: sequences that share their first keys.
 //!
-//! A run with groups is two runs of plans without. One attends to the prefixes: the query rows of a
-//! group's members are gathered into one ragged sequence, so that each tile of keys serves all of
-//! them and a prefix is read from memory once. The other attends to the keys that each sequence has
-//! of its own: its block table starts behind the prefix, and its positions move along. Each row's
-//! two results are merged by their log-sum-exps.
+//! A run with groups is two runs of plans without. The first run attends to the prefixes. The query
+//! rows of a group's members are gathered into one ragged sequence, so each tile of keys serves all
+//! of them, and a prefix is read from memory once. The second run attends to the keys that each
+//! sequence has of its own. Its block table starts behind the prefix, and its positions are shifted
+//! likewise. Each row's two results are merged by their log-sum-exps.
 //!
 //! A group takes part if all its rows see its whole prefix, which then needs neither positions nor
-//! masks. Prefixes end at whole pages. All that is made on the way is in the workspace.
+//! masks. Prefixes end at whole pages. All intermediate results are in the workspace.
 
 use super::executor::Executor;
 use super::number::Number;
@@ -80,7 +80,7 @@ struct Group {
     start: usize,
 }
 
-/// Where a sequence's tokens are among the gathered ones.
+/// The place of a sequence's tokens among the gathered tokens.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Place {
@@ -234,7 +234,7 @@ impl Parts<'_> {
     }
 }
 
-/// What takes part in a run.
+/// The groups and tokens that take part in a run.
 struct Gathered {
     groups: usize,
     tokens: usize,
@@ -463,8 +463,8 @@ fn merge_to<E: Number>(call: &Call, outputs: &mut Outputs, executor: &dyn Execut
     let out = Rows::<E> { data: outputs.out.as_mut_ptr().cast(), dims: *outputs.out, leading };
     let lse = outputs.lse.as_mut();
     let lse = lse.map(|lse| Rows::<f32> { data: lse.as_mut_ptr().cast(), dims: **lse, leading });
-    // SAFETY: the two runs have written their results, as many rows as the problem has, and of
-    // those of prefixes as many as were gathered.
+    // SAFETY: the two runs have written their results: the run over own keys as many rows as the
+    // problem has, the run over prefixes as many rows as were gathered.
     let (places, own_out, own_lse) = unsafe {
         (
             parts.slice::<Place>(layout.places, problem.batch),

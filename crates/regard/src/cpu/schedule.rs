@@ -196,7 +196,7 @@ impl<'a> Schedule<'a> {
         has_serial_splits(&self.problem, self.cut.count)
     }
 
-    /// The threads that the multiply-adds of the run are worth, of those of the machine.
+    /// Threads that the multiply-adds of the run are worth, at most the machine's.
     pub fn workers(&self) -> usize {
         let worth = self.totals.multiply_adds / MULTIPLY_ADDS_PER_WORKER;
         usize::try_from(worth).unwrap_or(usize::MAX).clamp(1, self.cpu.threads.max(1))
@@ -341,7 +341,7 @@ impl<'a> Schedule<'a> {
         let first = self.starts[item.sequence.index].counter as usize;
         let counter = &self.finished_splits[first + block];
         let splits = splits_of_keys(&item.keys, self.cut.keys);
-        // Release this thread's partial state; acquire those of the other threads.
+        // Release this thread's partial state; acquire the partial states of the other threads.
         let finished = counter.fetch_add(1, Ordering::AcqRel) as usize + 1;
         (finished == splits.len()).then(|| Item { splits, task: Task::Merge, ..item.clone() })
     }

@@ -1,4 +1,4 @@
-//! Whether AMX, the matrix unit of Intel's newer server CPUs, can be used.
+//! Detection of AMX, the matrix unit of Intel's newer server CPUs.
 
 use crate::race::FirstResult;
 use std::arch::asm;

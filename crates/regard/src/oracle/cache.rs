@@ -28,7 +28,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Reads those of these keys that are not here. A key that no row keeps is not read.
+    /// Reads the keys of this list that are not held yet. A key that no row keeps is not read.
     pub fn load(&mut self, keys: &[usize], read: impl Fn(usize) -> Stored) {
         if self.held + keys.len() > self.max_held {
             self.clear();

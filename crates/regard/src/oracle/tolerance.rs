@@ -1,20 +1,20 @@
-//! The tolerance: how far a result may be from the oracle.
+//! The tolerance: the allowed difference between a result and the oracle's.
 //!
 //! The contract has one rule: `err(kernel) <= 2 err(naive) + eps`. It is applied per row, with the
 //! row's largest error over the head dim, so that a row of small numbers is not judged by its large
-//! neighbours. `eps` is derived, not chosen: naive can by chance be right to the last bit where a
+//! neighbours. `eps` is derived, not chosen: naive can by chance be right to the last bit, and a
 //! kernel that adds in another order is not. So `eps` is the sum of
 //!
-//! - what f32 roundings of each score, each probability and each sum do to the row, to first order
-//!   ([`Rounding`](super::Rounding)),
-//! - for f16 and bf16, what rounding each probability to that type does before the second product:
-//!   four roundings (2 epsilon), some seven standard deviations, of independent errors
+//! - the effect of f32 roundings of each score, each probability and each sum on the row, to first
+//!   order ([`Rounding`](super::Rounding)),
+//! - for f16 and bf16, the effect of rounding each probability to that type before the second
+//!   product: four roundings (2 epsilon), some seven standard deviations, of independent errors
 //!   ([`Rounding::probabilities`](super::Rounding::probabilities)),
-//! - where probabilities are equal, all are rounded to the same number, which scales the result:
-//!   half an epsilon of the inputs' type at its magnitude,
+//! - for equal probabilities, which are all rounded to the same number and so scale the result:
+//!   half an epsilon of the inputs' type at the result's magnitude,
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element
 //!   (`epsilon * |out|`; for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the
-//!   spacing stays that of the smallest normal number.
+//!   spacing does not shrink any further.
 //!
 //! If naive itself is not finite, its error counts as 0. A row that keeps no key must be exactly
 //! 0, and its lse exactly minus infinity if no sink gives it a value. A row whose reference is not
@@ -60,7 +60,7 @@ impl Bound {
     }
 }
 
-/// How well a result agrees.
+/// The agreement of a result with the oracle's.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Agreement {
     /// Rows that were judged.
@@ -88,10 +88,10 @@ pub struct Mismatch {
     pub found: f64,
     /// The oracle's value.
     pub expected: f64,
-    /// How far apart they may be.
+    /// The largest allowed difference.
     pub bound: f64,
-    /// The largest error of the naive computation in that row (of any row, where a whole tensor was
-    /// judged at once).
+    /// The largest error of the naive computation in that row, or in any row if a whole tensor was
+    /// judged at once.
     pub naive_error: f64,
 }
 
@@ -185,28 +185,28 @@ impl Judge {
         &self.reference
     }
 
-    /// Whether a result is right: every row by the contract's rule. `out` and `lse` have the shapes
-    /// that [`Outputs`](crate::Outputs) asks for, any strides.
+    /// Checks that a result is right: every row by the contract's rule. `out` and `lse` have the
+    /// shapes that [`Outputs`](crate::Outputs) asks for, any strides.
     ///
     /// # Errors
     /// The first element that is not right.
     ///
     /// # Panics
-    /// If the shapes are not those of the problem.
+    /// If the shapes differ from the problem's.
     pub fn check(&self, out: &Tensor, lse: Option<&Tensor>) -> Result<Agreement, Box<Mismatch>> {
         self.compare(out, lse, |bounds, i| bounds[i])
     }
 
-    /// Whether a result of another implementation in this type agrees: the rule over the whole
+    /// Checks that a result of another implementation in this type agrees: the rule over the whole
     /// tensor, with the largest naive error and the largest `eps` of all rows allowed in each row.
-    /// So a row in which naive is exact by chance is not held to that, but a file that contradicts
-    /// the contract is still found. Empty rows must be exact here too.
+    /// So a row need not be exact because naive is exact there by chance, but a file that
+    /// contradicts the contract is still found. Empty rows must be exact here too.
     ///
     /// # Errors
     /// The first element that is too far off.
     ///
     /// # Panics
-    /// If the shapes are not those of the problem.
+    /// If the shapes differ from the problem's.
     pub fn check_whole(
         &self,
         out: Option<&Tensor>,

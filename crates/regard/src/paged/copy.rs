@@ -22,7 +22,7 @@ pub struct CopyBlocks<'p, 'a, M: Memory = Host> {
     /// dimensions and any strides. All have as many blocks and slots; a pool with something per
     /// block instead of per slot, such as scales per page, has 1 in place of `block_size`.
     pub pools: &'p mut [TensorMut<'a, M>],
-    /// What to copy, in this order.
+    /// The copies to make, in this order.
     pub copies: &'p [BlockCopy],
 }
 
@@ -101,7 +101,7 @@ impl BlockPart {
         lens.fold(self.row_bytes, usize::saturating_mul)
     }
 
-    /// What to copy from one block to another.
+    /// The rows to copy from one block to another.
     pub(crate) fn rows(&self, from: usize, to: usize) -> impl Iterator<Item = Rows> + '_ {
         let [inner, outer @ ..] = &self.dimensions;
         let count = match self.row_bytes == 0 || from == to {

@@ -13,7 +13,7 @@ use crate::variant::Attention;
 ///
 /// New tokens of all sequences are concatenated ("ragged"), in the order in which they were
 /// appended; every vector with an entry per token is in that order. One `Step` is filled again for
-/// every step, so that it stops allocating after the largest.
+/// every step: it stops allocating after the largest step.
 ///
 /// ```
 /// use regard::paged::{PageAllocator, Step};
@@ -92,9 +92,9 @@ impl Step {
     /// Adds a sequence with `tokens` new tokens, and allocates the pages for them.
     ///
     /// # Errors
-    /// As [`PageAllocator::append`] (of another allocator's sequence too), or if the sequence is in
-    /// this step already, the step is finished, or a slot's number (`block * block_size + slot`)
-    /// exceeds 32 bits. Nothing has changed then.
+    /// As [`PageAllocator::append`], also for a sequence of another allocator. Or if the sequence
+    /// is in this step already, the step is finished, or a slot's number (`block * block_size +
+    /// slot`) exceeds 32 bits. After an error nothing has changed.
     pub fn append(
         &mut self,
         pages: &mut PageAllocator,

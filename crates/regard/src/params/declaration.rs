@@ -1,5 +1,5 @@
-//! How parameters are declared: a macro makes Rust types of them, and describes them, and the
-//! descriptions are printed in the languages of kernels.
+//! Declaration of parameters: a macro makes Rust types of them and describes them. The descriptions
+//! are printed in the languages of kernels.
 
 /// A language that kernels are written in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +39,7 @@ field_types! {
 pub struct Value {
     /// Its name, the same in every language.
     pub name: &'static str,
-    /// What it means.
+    /// Its documentation.
     pub comment: &'static str,
     /// Its number.
     pub number: i32,
@@ -50,7 +50,7 @@ pub struct Value {
 pub struct Enumeration {
     /// Its name, the same in every language.
     pub name: &'static str,
-    /// Its text.
+    /// Its documentation.
     pub comment: &'static str,
     /// Its values, in order.
     pub values: &'static [Value],
@@ -67,7 +67,7 @@ pub trait Enumerated: Copy {
 pub struct Field {
     /// Its name, the same in every language.
     pub name: &'static str,
-    /// What it is.
+    /// Its documentation.
     pub comment: &'static str,
     /// Its type in CUDA C++.
     pub cuda: &'static str,
@@ -84,7 +84,7 @@ pub struct Field {
 pub struct Layout {
     /// Its name, the same in every language.
     pub name: &'static str,
-    /// What it is.
+    /// Its documentation.
     pub comment: &'static str,
     /// Bytes in all.
     pub size: usize,

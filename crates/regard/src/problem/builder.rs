@@ -74,7 +74,7 @@ impl Problem {
         Problem { key_dtype, value_dtype, ..self }
     }
 
-    /// The type of the output: that of the queries, or `f32`.
+    /// The type of the output: the type of the queries, or `f32`.
     pub fn with_out_dtype(self, out_dtype: DType) -> Problem {
         Problem { out_dtype, ..self }
     }

@@ -2,7 +2,7 @@
 
 use super::KvStorage;
 
-/// How keys are stored, by the shapes of `k`, `block_table` and `cu_seqlens_k`.
+/// The storage of keys, by the shapes of `k`, `block_table` and `cu_seqlens_k`.
 pub(super) struct KeyShape {
     pub storage: KvStorage,
     /// Keys of the longest sequence.

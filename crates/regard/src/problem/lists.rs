@@ -55,7 +55,7 @@ pub(crate) struct ListTensors<'t, 'a, M: Memory> {
     pub lists: KeyLists,
     /// Entries, or pages.
     pub indices: Option<&'t Tensor<'a, M>>,
-    /// How many entries are used.
+    /// The number of entries in use, per list.
     pub counts: Option<&'t Tensor<'a, M>>,
     /// The numbers of pages.
     pub numbers: Option<&'t Tensor<'a, M>>,

@@ -8,7 +8,7 @@ use crate::memory::Memory;
 use crate::variant::Values;
 
 impl Problem {
-    /// Whether the dims of two parts fit together.
+    /// Checks that the dims of keys in two parts fit together.
     pub(super) fn validate_rotary(&self) -> Result<(), Error> {
         if self.rotary_dim == 0 {
             return Ok(());

@@ -16,7 +16,7 @@ use crate::variant::QueryOffset;
 pub(crate) enum KeyList<'a> {
     /// Keys of the sequence, or physical slots.
     Keys(&'a [i32]),
-    /// Physical slots of two pools: first those of `k` and `v`, then those of the second cache.
+    /// Physical slots of two pools: first slots of `k` and `v`, then slots of the second cache.
     TwoPools([&'a [i32]; 2]),
     /// The slots of pages.
     Pages(PageList<'a>),
@@ -39,8 +39,8 @@ impl Problem {
         self.key_lists.map_or(self.kv_len, KeyLists::walked)
     }
 
-    /// What a GPU's decode kernels divide if rows have lists of keys: rows, as sequences of one
-    /// token whose keys are the entries of their lists.
+    /// The problem that a GPU's decode kernels divide if rows have lists of keys. Each row is a
+    /// sequence of one token; its keys are the entries of its list.
     pub(crate) fn listed_rows(&self) -> Option<Problem> {
         let lists = self.key_lists?;
         let (batch, kv_len) = (self.rows() / self.query_heads, lists.walked());
@@ -86,8 +86,8 @@ impl Problem {
         }
     }
 
-    /// Whether a plan with the lists of `self` serves those of `other`. Returns the planned and the
-    /// found length.
+    /// Checks that a plan with the lists of `self` serves the lists of `other`. Returns the planned
+    /// and the found length.
     pub(super) fn covers_lists(&self, other: &Problem) -> Result<Option<(usize, usize)>, Error> {
         let Some(lists) = self.key_lists.or(other.key_lists) else { return Ok(None) };
         // Lists of keys and lists of pages are different arguments.

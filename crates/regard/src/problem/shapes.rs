@@ -297,7 +297,7 @@ impl<M: Memory> Inputs<'_, M> {
         }
     }
 
-    /// Whether the mask has a place for each row and key of the longest sequences.
+    /// Checks that the mask has a place for each row and key of the longest sequences.
     pub(super) fn check_mask_covers(
         &self,
         longest_query: usize,

@@ -62,7 +62,7 @@ impl<'a, M: Memory> Inputs<'a, M> {
         Ok(Inputs { q, k, v, attention })
     }
 
-    /// The scales of values: those of keys, where values are a part of them.
+    /// The scales of values. They are the scales of keys if values are a part of the keys.
     pub(crate) fn value_scales(&self) -> &Option<Tensor<'a, M>> {
         match self.attention.values {
             Values::Separate => &self.attention.v_scales,
@@ -80,7 +80,8 @@ impl<'a, M: Memory> Inputs<'a, M> {
         self.attention.values == Values::KeyPrefix && self.v.is_prefix_of(&self.k)
     }
 
-    /// Whether values are a part of the keys, and the scales given for them are those of keys.
+    /// Whether values are a part of the keys, and the scales given for values are the scales of
+    /// keys.
     pub(super) fn has_key_scales(&self) -> bool {
         let same = |(k, v): (&Tensor<M>, &Tensor<M>)| v.is_prefix_of(k) && k.is_prefix_of(v);
         let attention = &self.attention;

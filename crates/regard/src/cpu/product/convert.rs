@@ -45,7 +45,7 @@ unsafe fn store<V: Vector, const PAIRED: bool>(vector: V, to: *mut u8, i: usize)
     }
 }
 
-/// How a row of keys or values is stored.
+/// The storage format of a row of keys or values.
 pub trait Format {
     /// Values per element.
     const VALUES: usize = 1;
@@ -60,8 +60,8 @@ pub trait Format {
         count: usize,
     );
 
-    /// Converts the first of `count` values, in larger groups than a vector. Returns how many that
-    /// were.
+    /// Converts the first of `count` values, in larger groups than a vector. Returns the number of
+    /// converted values.
     ///
     /// # Safety
     /// As [`Format::convert_vectors`].

@@ -47,7 +47,7 @@ pub struct Work {
 ///
 /// # Safety
 /// As [`Vector`]'s methods. The row has scores (and scales, if they are not null) for the keys from
-/// `key` on, and those of the keys before are probabilities already.
+/// `key` on. The scores before `key` are probabilities already.
 #[inline(always)]
 pub unsafe fn exponentiate<V: Vector, const PAIRED: bool>(
     scores: *mut f32,

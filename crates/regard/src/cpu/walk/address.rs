@@ -59,7 +59,7 @@ pub struct KeyAddresses<'a> {
     second: Option<SecondPool>,
 }
 
-/// Where the keys of the second cache are, from the same key/value head on.
+/// The keys of the second cache, from the same key/value head on.
 #[derive(Clone, Copy)]
 struct SecondPool {
     data: *const u8,
@@ -256,8 +256,8 @@ pub const MAX_BLOCK_TOKENS: usize = 128;
 /// prefetchers and DRAM all handle badly. So several heads are computed together, and rows are
 /// prefetched in memory order, one block of tokens ahead ([`PrefetchOrder`]).
 pub struct HeadRows<'a> {
-    /// The address of each token's first head, followed by those of later tokens, as far as known,
-    /// for prefetching.
+    /// The address of each token's first head. The addresses of later tokens follow, as far as
+    /// known, for prefetching.
     pub addresses: &'a [*const u8],
     pub head_bytes: i64,
     pub tokens: usize,
@@ -286,8 +286,9 @@ impl<'a> HeadRows<'a> {
         (head as i64).wrapping_mul(self.head_bytes)
     }
 
-    /// The rows to prefetch while the tokens of `block` are computed: those of as many tokens that
-    /// follow, in memory order. Each head of the block prefetches the next portion of them.
+    /// The rows to prefetch while the tokens of `block` are computed: the rows of the next
+    /// `block.len()` tokens, in memory order. Each head of the block prefetches the next portion of
+    /// them.
     pub fn prefetch_after(&self, block: &Range<usize>) -> PrefetchOrder<'_> {
         let end = self.addresses.len().min(block.end + block.len());
         self.prefetch_order(block.end.min(end)..end)

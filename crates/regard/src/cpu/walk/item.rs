@@ -27,7 +27,7 @@ pub struct Item {
 /// Split-KV: the partial states of a sequence, one per row of each key/value head and split.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SequenceStates {
-    /// The number of the sequence's first state among those of the call.
+    /// The number of the sequence's first state among the states of the call.
     pub first: usize,
     /// The first split with keys that the sequence can see.
     pub first_split: usize,
@@ -35,7 +35,7 @@ pub struct SequenceStates {
     pub splits: usize,
 }
 
-/// How an item walks its keys.
+/// The loop by which an item walks its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyWalk {
     /// [`stream`](super::stream): few rows, K and V read in place.
@@ -65,7 +65,7 @@ impl KeyWalk {
     }
 }
 
-/// How an item is computed.
+/// The part of the computation that an item does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Task {
     /// Walk the splits and write the output.

@@ -15,15 +15,16 @@ pub struct ListTile {
     pub skipped: usize,
     /// The position (or physical slot) of each entry's key; -1 if it is skipped.
     pub keys: [i32; MAX_ENTRIES],
-    /// The key's block, or 0 if keys are not paged, and its slot in it. A skipped entry has those
-    /// of another entry of the tile: what this row sees is finite, so 0 times that is 0.
+    /// The key's block, or 0 if keys are not paged, and its slot in it. A skipped entry has the
+    /// block and slot of another entry of the tile. A row that sees only finite values stays right:
+    /// 0 times a finite value is 0.
     pub blocks: [i32; MAX_ENTRIES],
     pub slots: [i32; MAX_ENTRIES],
     /// The pool that each key is in: 1 is the second cache.
     pub pools: [u8; MAX_ENTRIES],
 }
 
-/// Where the key of an entry is.
+/// The place of an entry's key.
 pub struct EntryPlace {
     pub pool: usize,
     pub block: i64,

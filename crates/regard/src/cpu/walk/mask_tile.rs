@@ -42,7 +42,7 @@ pub unsafe fn hides_tile(ctx: ItemContext, rows: &Range<usize>, span: &TileSpan)
     })
 }
 
-/// What a mask does to some tokens of a query head, and some keys.
+/// The effect of a mask on some tokens of a query head, and some keys.
 ///
 /// # Safety
 /// The mask has an element for each of these tokens and keys, or one for all.

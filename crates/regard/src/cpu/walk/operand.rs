@@ -28,7 +28,7 @@ struct Scales<'a> {
     constant: bool,
 }
 
-/// How rows become what products read.
+/// Reads rows as products need them, converted or in place.
 #[derive(Clone, Copy)]
 pub struct RowReader {
     /// The type that products read, by its [`Storage::INDEX`].
@@ -57,7 +57,7 @@ struct Conversion {
     row_bytes: usize,
 }
 
-/// Keys or values, and those of the second cache.
+/// Keys or values, of the first and the second cache.
 struct Pools<'a> {
     first: &'a Tensor<'a>,
     scales: &'a Option<Tensor<'a>>,
@@ -155,7 +155,7 @@ impl<'a> Operand<'a> {
         &addresses[..known]
     }
 
-    /// Loads the scales of a tile's valid keys. Those of other keys are 1: their probability is 0,
+    /// Loads the scales of a tile's valid keys. Other keys get the scale 1: their probability is 0,
     /// and 0 * NaN = NaN.
     ///
     /// # Safety
@@ -165,7 +165,7 @@ impl<'a> Operand<'a> {
         let (tile_keys, heads) = (ctx.sizes().tile_keys, ctx.item.heads.len());
         let valid = &span.valid;
         // SAFETY: the scratch has room for the addresses of a tile and for a tile of scales per
-        // head. Each address is that of a visible key's scale.
+        // head. Each address is the address of a visible key's scale.
         unsafe {
             let [addresses, _] = ctx.scratch.addresses(ctx.sizes()).map(|all| &mut *all);
             let addresses = &mut addresses[..valid.len()];
@@ -233,7 +233,7 @@ impl RowReader {
         RowReader { conversion: Some(conversion), ..reader }
     }
 
-    /// Whether products read rows in another type than that of queries.
+    /// Whether products read rows in another type than the queries'.
     #[inline(always)]
     pub fn converts(&self) -> bool {
         self.conversion.is_some() || self.converted
@@ -251,10 +251,10 @@ impl RowReader {
     }
 
     /// The rows at `addresses + offset` as products read them. `buffer` has room for their
-    /// addresses. The rows of the call before are overwritten.
+    /// addresses. Rows that an earlier call returned are overwritten.
     ///
     /// # Safety
-    /// As [`run_item`](super::attend::run_item). Every address is that of a row.
+    /// As [`run_item`](super::attend::run_item). Every address is the address of a row.
     #[inline(always)]
     pub unsafe fn read<'b>(
         &self,

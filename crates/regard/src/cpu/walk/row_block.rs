@@ -111,8 +111,8 @@ pub unsafe fn attend_rows<V: Vector, E: Storage, const PAIRED: bool>(
     }
 }
 
-/// About how many portions of products a row block's exponentials are computed beside: those of the
-/// next block's scores and, if it `accumulates`, of the previous block's output.
+/// Approximate number of product portions beside which a row block's exponentials are computed: the
+/// portions of the next block's scores and, if it `accumulates`, of the previous block's output.
 #[inline(always)]
 fn portions<V: Vector, const PAIRED: bool>(
     ctx: ItemContext,
@@ -162,7 +162,7 @@ impl RowBlock {
         exponentials: &Exponentials,
     ) {
         let states = ctx.scratch.states.wrapping_add(self.rows.start);
-        // SAFETY: same contract; the states are those of the rows.
+        // SAFETY: same contract; the states belong to the rows.
         unsafe {
             let states = std::slice::from_raw_parts_mut(states, self.rows.len());
             softmax::finish_softmax::<V, PAIRED>(exponentials, states);

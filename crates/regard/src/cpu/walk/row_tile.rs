@@ -12,7 +12,7 @@ use half::bf16;
 pub struct RowTile<'a> {
     data: *mut u8,
     row_bytes: usize,
-    /// Where the last dims of keys are, if those are in two parts.
+    /// Addresses of the last dims of keys, if keys are in two parts.
     rotary: Option<KeyAddresses<'a>>,
 }
 
@@ -57,7 +57,7 @@ impl<'a> RowTile<'a> {
         let latent_dim = ctx.sizes().head_dim - rotary_dim;
         let element_bytes = if PAIRED { size_of::<bf16>() } else { size_of::<f32>() };
         // SAFETY: the scratch has room for the addresses of a tile and for its rows; each address
-        // is that of a visible key.
+        // is the address of a visible key.
         unsafe {
             let [addresses, _] = scratch.addresses(ctx.sizes()).map(|all| &mut *all);
             let addresses = &mut addresses[..span.valid.len()];

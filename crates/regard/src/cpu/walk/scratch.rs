@@ -40,8 +40,8 @@ pub struct Sizes {
     pub block_rows: usize,
     /// Maximum rows, over all heads, of an item that takes several heads.
     pub item_rows: usize,
-    /// Bytes of a key and of a value of one head, as they are stored; of keys in two parts, those
-    /// of the first.
+    /// Bytes of a key and of a value of one head, as they are stored. For keys in two parts, the
+    /// bytes of the first part.
     pub key_bytes: usize,
     pub value_bytes: usize,
     /// The padded dim of converted rows; 0 if none are converted.

@@ -36,7 +36,7 @@ struct SlotPool {
     slots: usize,
 }
 
-/// How an entry of a list of keys becomes an address.
+/// Lookup from an entry of a list of keys to an address.
 enum Pages<'a> {
     /// A position, and keys are not paged.
     None,

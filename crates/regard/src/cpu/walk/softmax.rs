@@ -441,7 +441,7 @@ impl MaskRow {
         MaskRow { data: mask.as_ptr().wrapping_offset(bytes), broadcast: shape[3] == 1 }
     }
 
-    /// How many elements stand for that many keys.
+    /// Mask elements that stand for `keys` keys.
     pub fn count(&self, keys: usize) -> usize {
         if self.broadcast { keys.min(1) } else { keys }
     }
@@ -461,7 +461,7 @@ impl MaskRow {
 unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
     let elements =
         MaskRow::new(mask, sequence.index, row.token, row.head, tile_start + row.visible.start);
-    // SAFETY: the first element is that of the first visible key. The view was checked to have one
+    // SAFETY: the first element belongs to the first visible key. The view was checked to have one
     // element per visible key, or one for all.
     unsafe {
         let scores = row.scores.add(row.visible.start);

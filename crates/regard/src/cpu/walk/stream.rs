@@ -96,13 +96,13 @@ struct TileRows<'a> {
     rows: &'a HeadRows<'a>,
     /// The values of the tile (or the keys of the next one), to be prefetched.
     next: &'a HeadRows<'a>,
-    /// Where the scores of the first token are in their rows.
+    /// Index of the first token's score in each row of scores.
     first: usize,
 }
 
 impl TileRows<'_> {
-    /// What to prefetch while the tokens of `block` are computed: the next block, or the first one
-    /// of the rows that are read next.
+    /// The rows to prefetch while the tokens of `block` are computed: the next block, or the first
+    /// block of the rows that are read next.
     fn prefetch_after(&self, block: &Range<usize>) -> PrefetchOrder<'_> {
         if block.end < self.rows.tokens {
             return self.rows.prefetch_after(block);

@@ -1,6 +1,6 @@
 //! The tile map of a mask, as walks look into it.
 
-/// What a mask does to the keys of a tile, for the rows of a block: a byte of a tile map.
+/// The effect of a mask on the keys of a tile, for the rows of a block: a byte of a tile map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TileKind {
     /// It hides all of them from all rows.
@@ -25,7 +25,7 @@ pub struct TileKinds<'a> {
 }
 
 impl TileKinds<'_> {
-    /// What the mask does to the tile of `key`, for a token and query head.
+    /// The effect of the mask on the tile of `key`, for a token and query head.
     #[inline]
     pub fn kind(&self, sequence: usize, head: usize, token: usize, key: usize) -> TileKind {
         let indices = [sequence, head, token / self.block_rows, key / self.tile_keys];

@@ -3,7 +3,7 @@
 /// Maximum keys per tile.
 pub const MAX_TILE_KEYS: usize = 256;
 
-/// How a problem is cut into items and tiles.
+/// The division of a problem into items and tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiling {
     /// Keys per tile: packed once and used by all rows of a block. Tiles start at multiples of
