@@ -77,7 +77,7 @@ fn bits_per_value(storage: &Storage, dim: usize) -> f64 {
     }
 }
 
-/// The root mean square of the difference, relative to that of the output.
+/// The root mean square of the difference, relative to the root mean square of the output.
 fn relative_error(case: &Case, storage: &Storage) -> Result<f64, Error> {
     let (k, k_scales) = stored(&case.k, case.layout, storage)?;
     let (v, v_scales) = stored(&case.v, case.layout, storage)?;

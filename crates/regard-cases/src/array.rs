@@ -83,7 +83,7 @@ impl Data {
         }
     }
 
-    /// How many elements there are.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         with_elements!(self, elements => elements.len())
     }

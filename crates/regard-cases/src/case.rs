@@ -25,8 +25,8 @@ pub enum KvLayout {
     Hnd,
 }
 
-/// One attention problem with its data: what a case file holds. Fields are those of the file
-/// (`docs/case-files.md`), array shapes too.
+/// One attention problem with its data: the contents of a case file. Fields and array shapes are
+/// the same as in the file (`docs/case-files.md`).
 #[derive(Debug, Clone)]
 pub struct Case {
     /// Its name in reports; a file's name without its extension.
@@ -50,7 +50,7 @@ pub struct Case {
     pub expected_out: Option<Array>,
     /// The log-sum-exp of another implementation: the shape of `out` without its last dimension.
     pub expected_lse: Option<Array>,
-    /// The type of the output; `None` is that of `expected_out`, or else that of `q`. Not part of a
+    /// The type of the output. `None` is the type of `expected_out`, or else of `q`. Not part of a
     /// file.
     pub out_dtype: Option<DType>,
 }

@@ -1,12 +1,12 @@
-//! Whether a result is right.
+//! Checks results.
 //!
 //! The kernel's result is held to the f64 oracle, row by row, by the contract's rule
-//! ([`regard::oracle::Judge`]). Where a case brings expected tensors, they are held to the oracle
-//! too, by the same rule over the whole tensor ([`Judge::check_whole`]): another implementation
-//! rounds differently, so comparing the kernel with it directly would either need a third tolerance
-//! or reject a kernel that is more exact. If both agree with the oracle, they agree with each other
-//! within the sum of both tolerances. If the expected tensors do not, the file contradicts regard's
-//! contract, and the check fails with that message.
+//! ([`regard::oracle::Judge`]). Expected tensors of a case are held to the oracle too, by the same
+//! rule over the whole tensor ([`Judge::check_whole`]). Another implementation rounds differently:
+//! comparing the kernel with it directly would need a third tolerance, or would reject a kernel
+//! that is more exact. If both agree with the oracle, they agree with each other within the sum of
+//! both tolerances. If the expected tensors do not, the file contradicts regard's contract, and the
+//! check fails with that message.
 
 use crate::case::{Case, Output};
 use regard::oracle::{Agreement, Judge, Mismatch, all_rows};
@@ -16,9 +16,9 @@ use std::fmt;
 /// A case that passed.
 #[derive(Debug, Clone)]
 pub struct Verdict {
-    /// How well the result agrees with the oracle.
+    /// The agreement of the result with the oracle.
     pub agreement: Agreement,
-    /// How well the expected tensors agree with it, where the case has any.
+    /// The agreement of the expected tensors with the oracle, if the case has any.
     pub expected: Option<Agreement>,
 }
 

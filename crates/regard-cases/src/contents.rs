@@ -36,7 +36,7 @@ pub enum Slopes {
     /// 2^(-8 (h + 1) / Hq), as models have them.
     #[default]
     Geometric,
-    /// Those, with alternating signs and every third one zero.
+    /// Geometric slopes with alternating signs, every third one zero.
     Signed,
     /// All zero: no bias.
     Zero,

@@ -1,7 +1,8 @@
 //! Case files: the one place that knows the format. It is described in `docs/case-files.md`.
 //!
 //! Files are untrusted: for any bytes the result is a case or an error, and allocations are
-//! proportional to the file's size. Whether shapes fit each other is checked when the case is used.
+//! proportional to the file's size. The shapes are checked against each other when the case is
+//! used.
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Output};

@@ -59,7 +59,8 @@ pub fn list() -> impl Iterator<Item = Spec> {
     groups.into_iter().flatten().map(Spec::legal)
 }
 
-/// Every case, those over caches of another type than queries, and those of selected keys.
+/// Every case: also cases over caches of another type than queries, of selected keys, of shared
+/// prefixes and of keys in two parts.
 pub fn list_with_caches() -> impl Iterator<Item = Spec> {
     list().chain(caches()).chain(selection()).chain(prefixes()).chain(two_parts())
 }
@@ -69,7 +70,7 @@ pub fn prefixes() -> impl Iterator<Item = Spec> {
     prefixes::prefixes().into_iter().map(Spec::legal)
 }
 
-/// Those of keys in two parts.
+/// Cases of keys in two parts.
 pub fn two_parts() -> impl Iterator<Item = Spec> {
     two_parts::two_parts().into_iter().map(Spec::legal)
 }

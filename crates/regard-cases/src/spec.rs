@@ -36,7 +36,7 @@ pub struct SequenceSpec {
     pub kv_len: usize,
 }
 
-/// How keys and values are stored.
+/// The storage of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keys {
     /// A batch dimension, and this many slots more than the longest sequence needs.
@@ -119,9 +119,9 @@ pub struct Spec {
     pub page_seed: u64,
     pub dtype: DType,
     pub out_dtype: DType,
-    /// How keys and values are stored.
+    /// The storage of keys and values.
     pub cache: CacheSpec,
-    /// Whether values are a prefix of the keys: then they are stored as keys are.
+    /// The source of values. As a prefix of the keys, values have the storage of keys.
     pub values: Values,
     pub query_heads: usize,
     pub kv_heads: usize,
@@ -139,7 +139,7 @@ pub struct Spec {
     pub scale: Option<f32>,
     pub causal: bool,
     pub offset: OffsetSpec,
-    /// Where keys are, if key j is not at position j.
+    /// The positions of keys, if key j is not at position j.
     pub key_positions: Option<KeyPositionsSpec>,
     pub window: Window,
     pub chunk: Option<usize>,
@@ -179,7 +179,7 @@ pub struct Spec {
 #[allow(missing_docs)]
 pub struct OperandMemory {
     pub q: MemorySpec,
-    /// Of interleaved pages only `first` and `gaps` count, those of keys, for both.
+    /// In interleaved pages only the keys' `first` and `gaps` count, for keys and values.
     pub k: MemorySpec,
     pub v: MemorySpec,
     /// For runners that bring their own outputs; [`Case::run`] makes contiguous ones.
@@ -211,7 +211,7 @@ pub(crate) struct MaxLens {
     pub keys: usize,
 }
 
-/// Where keys and values are.
+/// The places of keys and values.
 struct CachePlace {
     keys: Place,
     values: Place,
@@ -513,7 +513,7 @@ impl Spec {
         place.over(data(self.dtype, buffer))
     }
 
-    /// Where keys and values are.
+    /// The places of keys and values.
     fn place_keys(&self) -> CachePlace {
         let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.max_lens().keys);
         let place = |outer: [usize; 3], (dim, memory): (usize, &_)| {
@@ -629,8 +629,8 @@ impl Spec {
         Place::new(&shape, 0, &self.memory.mask)
     }
 
-    /// What [`Hide::Blocks`] does around an element: hides everything (0), nothing (1), or keys at
-    /// random (2).
+    /// The effect of [`Hide::Blocks`] around an element: hides everything (0), nothing (1), or keys
+    /// at random (2).
     fn mask_block(&self, [a, b, c, d]: [u64; 4]) -> usize {
         let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
         Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3)

@@ -35,7 +35,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What reading a file may ask for in all: its bytes a few times over, and some kilobytes for
+/// Bytes that reading a file may ask for in all: its size a few times over, and some kilobytes for
 /// names, maps and messages.
 fn allowance(bytes: &[u8]) -> usize {
     64 * bytes.len() + (64 << 10)

@@ -4,7 +4,7 @@ use regard_cases::check::Checker;
 use regard_cases::{file, list};
 use std::collections::HashSet;
 
-/// That each case is sound, its poison unseen, is part of `every_case_on_every_level`.
+/// `every_case_on_every_level` checks that each case is sound, its poison unseen.
 #[test]
 fn names_are_unique() {
     let mut names = HashSet::new();

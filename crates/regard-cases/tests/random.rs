@@ -88,7 +88,7 @@ fn groups_without_pages(groups: (&str, &str), other: (&str, &str)) -> bool {
 }
 
 /// Slots and pages are of pools. Slots, and pages without numbers, have no positions; pages with
-/// numbers need those of queries.
+/// numbers need positions of queries.
 fn slots_with_positions(lists: (&str, &str), other: (&str, &str)) -> bool {
     let numbered = lists.1.starts_with("numbered pages");
     let asks = match other.0 {

@@ -1,6 +1,6 @@
-//! How fast attention is on this Mac's GPU: `cargo run --release -p regard --features metal
-//! --example metal_bench`. Prints a Markdown table. It shows how a program runs a plan on buffers
-//! of its own; `regard bench --device metal` measures more, and checks what it measures.
+//! Measures the speed of attention on this Mac's GPU: `cargo run --release -p regard --features
+//! metal --example metal_bench`. Prints a Markdown table. The program runs plans on buffers of its
+//! own. `regard bench --device metal` measures more, and checks the results that it measures.
 
 #[cfg(not(all(feature = "metal", target_vendor = "apple")))]
 fn main() {

@@ -1,4 +1,4 @@
-//! The backends together: where a problem is handed to the one that its machine belongs to.
+//! Dispatch to the backends: a problem goes to the backend of its machine.
 
 use crate::error::Error;
 use crate::machine::{Device, Machine};
@@ -11,7 +11,7 @@ use crate::{cpu, cuda, metal};
 ///
 /// # Errors
 /// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] with the
-/// reason why nothing runs it there.
+/// reason why no kernel runs it there.
 pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Error> {
     problem.validate()?;
     match &machine.device {
@@ -44,7 +44,7 @@ impl Plan {
         Plan::new(&Problem::from_operands(inputs, outputs)?, &Machine::host()?)
     }
 
-    /// Runs the plan, which has to be for a CPU ([`cuda`] runs those for NVIDIA GPUs). `inputs` may
+    /// Runs the plan, which has to be for a CPU ([`cuda`] runs plans for NVIDIA GPUs). `inputs` may
     /// be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types
     /// and features are the planned ones. Allocates nothing; `workspace` needs no initialization
     /// and keeps nothing between runs.

@@ -206,7 +206,7 @@ fn exact_row(row: &RowOperands, cache: &mut Cache) -> ExactRow {
         largest_values.push(LargestValue { value: largest * scale, code: *largest });
     }
     let lse = max + sum.ln();
-    // The contract ends where the values of all keys together come to more than kernels can add up.
+    // The contract does not cover values that come, over all keys, to more than kernels can add up.
     let of_all_keys = largest_values.iter().map(|largest| largest.value.max(largest.code));
     if of_all_keys.fold(0.0, maximum) * kept.len() as f64 >= LARGEST_VALUES {
         out.fill(f64::NAN);
@@ -240,7 +240,7 @@ fn exact_score(
     let (dot, terms) = dot_and_terms(query, &stored.numbers);
     let mut score = scale * key_scale * dot;
     let mut magnitude = (scale * key_scale).abs() * terms;
-    // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
+    // The contract does not cover a product or a score whose terms come to more than f32 holds.
     let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
     if terms.max(magnitude) > largest {
         score = f64::NAN;
@@ -331,8 +331,8 @@ const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
 /// The same with an additive mask, which may hold any number: 2^100, an amount that rounds away
 /// beside the largest number.
 const LARGEST_MASKED_TERMS: f64 = (1u128 << 100) as f64;
-/// The largest value times the number of keys has to stay below this: 2^128, less what unnormalized
-/// probabilities may exceed 1 by.
+/// The largest value times the number of keys has to stay below this: 2^128, less the factor by
+/// which unnormalized probabilities may exceed 1.
 const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
 const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
 /// One rounding, relative.
@@ -400,7 +400,7 @@ fn naive_dots(row: &RowOperands, query: &[f64], keys: &[usize], stored: &mut Slo
     let mut dots = Vec::with_capacity(keys.len());
     for keys in keys.chunks(LANES) {
         stored.load(keys, |key| row.read_key(key));
-        // The last key again, where there are fewer.
+        // If there are fewer keys, the last key is repeated.
         let vector =
             |lane: usize| &stored.at(keys[lane.min(keys.len() - 1)]).rounded[..query.len()];
         let vectors: [_; LANES] = std::array::from_fn(vector);
@@ -468,8 +468,8 @@ impl<'a> RowOperands<'a> {
         v.shape().last().expect("v has dimensions") * v.dtype().values()
     }
 
-    /// The keys of which step 4 keeps some: all that are in use, or those that are listed, in the
-    /// order of the list.
+    /// The keys of which step 4 keeps some: all keys in use, or the listed keys, in the order of
+    /// the list.
     fn candidates(&self) -> Vec<usize> {
         let kv_len = self.sequence.kv_len;
         match self.list() {

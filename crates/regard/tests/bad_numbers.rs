@@ -53,7 +53,7 @@ fn facts_of_a_cpu_that_disagree_are_refused() {
     }
 }
 
-/// The kernel reads whole vectors where rows are few, so the rule "whole vectors" is that of the
+/// The kernel reads whole vectors if rows are few, so the rule "whole vectors" is the rule of the
 /// kernel that runs.
 #[cfg(unix)]
 mod guarded {

@@ -126,7 +126,7 @@ fn a_permutation_that_repeats_a_dimension() {
     let _ = floats([2, 3, 4, 8]).permute([0, 0, 1, 2]);
 }
 
-/// Whether reading the element at `index` panics, with that message.
+/// Checks that reading the element at `index` panics, with a message about the index.
 fn panics_at(tensor: Tensor, index: &[usize]) {
     let result = std::panic::catch_unwind(|| tensor.at(index));
     let payload = result.map(|value| panic!("{index:?} of {tensor:?} is {value}")).unwrap_err();

@@ -13,7 +13,7 @@ const HIDDEN: u8 = 0;
 const FULL: u8 = 1;
 const MIXED: u8 = 2;
 
-/// How a run gets its tile map.
+/// The origin of a run's tile map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Map {
     /// There is none.

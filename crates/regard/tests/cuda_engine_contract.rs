@@ -98,10 +98,10 @@ const ROW: usize = KV_HEADS * DIM;
 const POOL: [usize; 4] = [BLOCKS, BLOCK_SIZE, KV_HEADS, DIM];
 /// Every step is packed by this layout, so that each table has one address in all of them.
 const LAYOUT: TableLayout = TableLayout { sequences: BATCH, max_blocks: KEYS / BLOCK_SIZE };
-/// What outputs hold before a run. No run leaves it.
+/// The contents of outputs before a run. No run leaves this value.
 const UNTOUCHED: f32 = f32::NEG_INFINITY;
 
-/// What the test needs of a type beside [`Float`].
+/// The needs of the test beyond [`Float`].
 trait Element: Float + DeviceRepr + PartialEq {
     fn from(x: f32) -> Self;
     fn bits(self) -> u32;
@@ -133,13 +133,13 @@ fn numbers<T: Element>(seed: usize, len: usize) -> Vec<T> {
     (0..len).map(|i| T::from(number(i))).collect()
 }
 
-/// What is queued for a layer.
+/// The work that is queued for a layer.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Run,
-    /// What layers share.
+    /// The schedule that layers share.
     Schedule,
-    /// A run that reads it.
+    /// A run that reads the schedule.
     Scheduled,
 }
 

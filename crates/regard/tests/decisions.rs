@@ -1,4 +1,4 @@
-//! What is decided for which problem on which machine, as a file that is reviewed as a diff:
+//! The decisions for many problems on many machines, as a file that is reviewed as a diff:
 //! `decisions.txt`.
 //!
 //! After a change to selection, splitting or planning, write it anew and read the diff:
@@ -386,7 +386,7 @@ fn no_cache_is_refused() {
     }
 }
 
-/// What keys or values of that head dim can be stored in.
+/// The storage types for keys or values of that head dim.
 fn formats(dim: usize) -> impl Iterator<Item = DType> {
     let fits = move |dtype: &DType| !dtype.is_latent_row() && dim.is_multiple_of(dtype.values());
     CACHE_DTYPES.into_iter().filter(fits)

@@ -1,5 +1,5 @@
-//! Defects that other attention kernels had or have, each a test named after it. Where a public
-//! report exists it is cited; the others were found by reading kernels.
+//! Defects that other attention kernels had or have, each a test named after it. A public report is
+//! cited if there is one. The other defects were found by reading kernels.
 
 #[path = "support/far_offsets.rs"]
 mod far_offsets;
@@ -449,8 +449,8 @@ fn masks_beyond_f32_max_over_log2_e_overflow() {
 
 #[test]
 fn rows_masked_by_the_lowest_number_are_not_empty() {
-    // What transformers puts into its masks, in every type, at decode, verify and prefill; with
-    // scores that fill what is left of f32 and more.
+    // The numbers that transformers puts into its masks, in every type, at decode, verify and
+    // prefill. Scores are so large that their sums with the mask reach and pass the range of f32.
     for (q_len, kv_len) in [(1, 300), (5, 70), (40, 130), (100, 200)] {
         for (dtype, mask_dtype) in [
             (DType::F32, DType::F32),

@@ -64,7 +64,7 @@ fn a_copy_of_the_values_gives_the_same_bits() {
     });
 }
 
-/// What those inputs give, with outputs `[1, 1, 4, value_dim]`.
+/// The result of running these inputs, with outputs `[1, 1, 4, value_dim]`.
 fn run(inputs: &Inputs, value_dim: usize) -> Result<(), Error> {
     let mut out = vec![0f32; 4 * value_dim];
     let out = TensorMut::new(&mut out, [1, 1, 4, value_dim])?;

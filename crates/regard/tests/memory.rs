@@ -50,8 +50,8 @@ fn problem(head_dim: usize, query_heads: usize, kv_heads: usize) -> Problem {
     }
 }
 
-/// What a thread may need: its block of rows (queries, outputs, scores against one tile, and a
-/// state) and one tile of keys and values, twice over for packing.
+/// Bytes that a thread may need: its block of rows (queries, outputs, scores against one tile, and
+/// a state) and one tile of keys and values, twice for packing.
 fn tile_bytes(plan: &Plan) -> usize {
     let dims = plan.problem().head_dim + plan.problem().value_dim;
     let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);

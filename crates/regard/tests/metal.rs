@@ -51,8 +51,8 @@ fn core() -> Vec<Spec> {
     specs
 }
 
-/// Where a case runs: with keys split among few and among many cores, tuned for early and for late
-/// families, in several orders.
+/// The machines and orders that a case runs on: keys are split among few and among many cores, and
+/// tuned for early and for late families.
 fn runs(number: usize) -> Vec<(Machine, u32)> {
     let seed = 2 + number as u32;
     match support::build() {
@@ -333,7 +333,7 @@ fn poison_in_codes_and_scales_never_shows() {
 #[test]
 fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
     let Some(compiler) = compiler() else { return };
-    // What strays is found by the build that looks at every access.
+    // The build that looks at every access finds accesses outside of the operands.
     let build = if support::build() == Build::Plain { Build::Races } else { support::build() };
     let mut library = library(&compiler, &metal::source(), build);
     for (name, keys, ragged_queries) in [

@@ -16,7 +16,7 @@ use regard::metal::{self, Append, MetalMemory, Rotary};
 use regard::{AppendLatent, AppendScales, DType, Error, Tensor, TensorMut, bf16, f16};
 use support::{compiler, library, read, run, source_of, written};
 
-/// Scales in the host's memory as those of a Mac.
+/// Scales in the host's memory as scales on a Mac.
 fn scales_on_metal<'a>(
     scales: &'a mut Option<AppendScales>,
 ) -> Result<Option<AppendScales<'a, MetalMemory>>, Error> {
@@ -50,7 +50,7 @@ fn latent_on_metal<'a>(append: &'a mut AppendLatent) -> Result<metal::AppendLate
     })
 }
 
-/// Operands of the host's memory as those of a Mac.
+/// Operands in the host's memory as operands on a Mac.
 fn on_metal<'a>(append: &'a mut regard::Append) -> Result<Append<'a>, Error> {
     Ok(Append {
         key: operand(&append.key)?,
@@ -178,7 +178,7 @@ fn latent_append(
     (pool, dynamic.map(f32::to_bits).to_vec(), query.into_iter().map(f16::to_bits).collect())
 }
 
-/// What `append` should leave: the cache with each new token in its place.
+/// The cache that `append` should leave: each new token is in its place.
 #[test]
 fn appended_tokens_are_where_the_tables_say() {
     let Some(compiler) = compiler() else { return };

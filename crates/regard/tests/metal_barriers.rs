@@ -28,7 +28,7 @@ fn specs() -> Vec<Spec> {
     ]
 }
 
-/// What is found wrong with a source in a build: nothing, or the first finding.
+/// The first finding about a source in a build, if there is one.
 fn findings(compiler: &Compiler, source: &str, build: Build, schedules: u32) -> Option<String> {
     let mut library = library(compiler, source, build);
     for spec in specs() {

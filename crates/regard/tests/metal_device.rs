@@ -30,7 +30,7 @@ use support::{compiler, library, source_of};
 const M2: Chip =
     Chip { name: "Apple M2", architecture: "applegpu_g14g", family: 8, max_threads: 1024 };
 
-/// Multiplications of the largest case that runs: others are those of `tests/metal.rs`.
+/// Multiplications of the largest case that runs here. `tests/metal.rs` runs the larger ones.
 const LARGE: usize = 1_000_000;
 
 /// The names of the kernels that ran.
@@ -343,7 +343,7 @@ fn layers_share_the_tile_map_of_a_mask() {
     assert!(alone == shared);
 }
 
-/// What a plan is refused with, or what running it fails with.
+/// The error that a plan is refused with, or that running it fails with.
 fn failure(gpu: &Gpu) -> String {
     let case = masked().generate();
     let run = case.run(|inputs, outputs| {
@@ -443,7 +443,7 @@ fn pipelines_are_kept_in_an_archive() {
     assert!(words.contains("it is no archive") && words.contains("metal.archive"), "{words}");
 }
 
-/// What `regard check --random N --device metal` does on a Mac.
+/// The work of `regard check --random N --device metal` on a Mac.
 #[test]
 fn random_problems_run_on_copies() {
     let Some(compiler) = compiler() else { return };
@@ -457,7 +457,7 @@ fn random_problems_run_on_copies() {
     assert_eq!(summary.passed_or_refused("rotary_k"), 60, "{summary:?}");
 }
 
-/// What `regard check --coverage --device metal` does there, for two pipelines.
+/// The work of `regard check --coverage --device metal` on a Mac, for two pipelines.
 #[test]
 fn pipelines_are_covered_on_copies() {
     let Some(compiler) = compiler() else { return };

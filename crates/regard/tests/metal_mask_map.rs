@@ -11,7 +11,7 @@ use regard_cases::rows::bits;
 use regard_cases::{Array, Case, Hide, Keys, MaskSpec, Output, Spec};
 use support::{compiler, for_all, gpu, run, source_of};
 
-/// How a tile map comes about.
+/// The origin of a tile map.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Map {
     /// Made by the kernel.

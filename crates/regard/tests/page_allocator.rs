@@ -35,7 +35,7 @@ fn operation(block_size: usize) -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// What the allocator does, done the slow way.
+/// A simple, slow model of the allocator.
 struct Model {
     pages: PageAllocator,
     /// The tokens of each sequence, and how many leading ones were released.

@@ -1,4 +1,4 @@
-//! Lists of pages per key/value head, which rows attend to. Their cases are among those of
+//! Lists of pages per key/value head that rows attend to. Their cases are in the list of
 //! `selection.rs`.
 
 mod support;

@@ -39,7 +39,8 @@ impl Numbers {
     fn call(&mut self) -> Call {
         let query_len = [1, 1, 1, 2, 8, 9, 30][self.below(7)];
         let sequences = 1 + self.below(5);
-        // Few long sequences among short ones: their keys are split, those of others are not.
+        // Few long sequences among short ones: the keys of long sequences are split, the keys of
+        // short ones are not.
         let mut length = || {
             let longest = [64, 700, 3000, 5000][self.below(4)];
             self.below(longest) as i32

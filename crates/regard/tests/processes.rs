@@ -1,4 +1,4 @@
-//! What processes do to a library: children are forked while it works, and systems grant no
+//! The library in unusual processes: children are forked while it works, and systems grant no
 //! threads.
 #![cfg(unix)]
 
@@ -117,7 +117,7 @@ fn children_forked_under_load_work() {
 fn a_child_has_helpers_of_its_own_and_so_has_its_child() {
     let work = Work::new();
     assert_eq!(work.run(2), work.expected);
-    // Whether two threads are inside at the same time, which takes a helper.
+    // True if two threads are inside at the same time, which takes a helper.
     let meet = || {
         let inside = AtomicUsize::new(0);
         let begun = Instant::now();
@@ -181,10 +181,10 @@ fn work_that_forks_returns_in_the_child_too() {
 const CHILD: &str = "REGARD_TEST_WITHOUT_THREADS";
 
 /// Bounds this process's address space to little more than it has: the stack of a new thread does
-/// not fit. That holds for root as well, unlike the number of processes.
+/// not fit. This bound holds for root too. A bound on the number of processes does not.
 fn forbid_threads() {
-    // What the allocator keeps for later must not be what a stack needs; it has enough of its own
-    // for small things.
+    // Memory that the allocator keeps for later must not be large enough for a stack. It keeps
+    // enough for small allocations.
     drop(std::hint::black_box(vec![1u8; 8 << 20]));
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux reports it");
     let line = status.lines().find(|line| line.starts_with("VmSize:")).expect("Linux reports it");

@@ -39,7 +39,7 @@ fn shard_of(case: &Case, keys: SequenceKeys, base: i64) -> Case {
     part
 }
 
-/// What makes a problem.
+/// The parameters of a problem.
 #[derive(Debug, Clone)]
 struct Drawn {
     spec: Spec,

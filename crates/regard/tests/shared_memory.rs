@@ -1,5 +1,5 @@
-//! What is written (out, lse, workspace) shares no memory with any operand, nor with each other.
-//! References cannot; addresses from elsewhere can.
+//! Written memory (out, lse, workspace) shares no bytes with any operand, nor with each other.
+//! References cannot overlap; raw addresses can.
 
 mod dense_problem;
 mod expect;
@@ -64,8 +64,8 @@ fn a_workspace_that_shares_memory() {
     let mut memory = vec![SENTINEL; 7 * step];
     let length = memory.len();
     let start = memory.as_mut_ptr();
-    // SAFETY: every view is in `memory`. Where the workspace overlaps one, nothing reads or
-    // writes through either, because it is refused.
+    // SAFETY: every view is in `memory`. If the workspace overlaps a view, nothing reads or writes
+    // through either, because the run is refused.
     let read = |i: usize, shape: &[usize]| unsafe {
         Tensor::from_raw(start.add(i * step).cast(), DType::F32, shape, None).expect("contiguous")
     };

@@ -33,7 +33,7 @@ fn every_case_on_every_level() {
     });
 }
 
-/// In batch-invariant mode the bits are those of keys in one tensor.
+/// In batch-invariant mode the bits are the same as with keys in one tensor.
 #[test]
 fn two_parts_have_the_bits_of_one() {
     let storage = [
@@ -68,7 +68,7 @@ fn two_parts_have_the_bits_of_one() {
     }
 }
 
-/// What those inputs give, with outputs `[1, 1, 4, 16]`.
+/// The result of running these inputs, with outputs `[1, 1, 4, 16]`.
 fn run(inputs: &Inputs) -> Result<(), Error> {
     let mut out = vec![0f32; 4 * 16];
     let out = TensorMut::new(&mut out, [1, 1, 4, 16])?;

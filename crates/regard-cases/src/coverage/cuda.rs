@@ -65,9 +65,9 @@ pub const OTHERS: [(&str, &str); 17] = [
     ("prefix_bf16_256_256_fallback_sm80", PREFIX_CASES),
 ];
 
-/// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it
-/// and before it, with much shared memory; those of workstations, with little. Plans for the others
-/// run on Hopper too.
+/// One GPU for each set of modules that selection knows: Hopper; data centre GPUs before and after
+/// it, with much shared memory; workstation GPUs, with little. Plans for the other GPUs run on
+/// Hopper too.
 fn machines() -> [Machine; 4] {
     let gpu =
         |name: &str, compute_capability, multiprocessors, shared_kib: usize, l2_mib: usize| {

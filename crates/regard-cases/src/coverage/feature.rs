@@ -11,8 +11,8 @@ use std::ops::Range;
 
 macro_rules! features {
     ($($name:ident $text:literal $meaning:literal;)*) => {
-        /// What a problem can have that a kernel must take care of. Features of operands, storage
-        /// and variant; a problem has any number of them.
+        /// A property of a problem that a kernel must take care of: of operands, storage or
+        /// variant. A problem has any number of them.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u8)]
         pub enum Feature {
@@ -28,7 +28,7 @@ macro_rules! features {
                 match self { $(Feature::$name => $text),* }
             }
 
-            /// What it is.
+            /// The meaning of the feature.
             pub fn meaning(self) -> &'static str {
                 match self { $(Feature::$name => $meaning),* }
             }
@@ -144,7 +144,7 @@ impl Features {
         self.0 & other.0 == other.0
     }
 
-    /// How many there are.
+    /// Number of features.
     pub fn len(self) -> usize {
         self.0.count_ones() as usize
     }
@@ -545,7 +545,7 @@ fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
         }
         Feature::PageNumbers => {
             lists.of = ListEntries::NumberedPages;
-            // Positions of queries are needed: those of the default.
+            // Positions of queries are needed: the default positions.
             spec.legal_lists();
             return paged;
         }

@@ -46,7 +46,7 @@ pub struct Subject {
 pub struct Types {
     /// Queries.
     pub queries: DType,
-    /// How keys and values are stored.
+    /// The storage of keys and values.
     pub cache: CacheSpec,
 }
 
@@ -60,17 +60,17 @@ impl Types {
 /// A case to run.
 #[derive(Debug, Clone)]
 pub struct CoverageCase {
-    /// What it is.
+    /// The problem.
     pub spec: Spec,
     /// Whether the log-sum-exp is asked for.
     pub lse: bool,
     /// The machine that it is planned for. Another GPU runs the plan if its architecture allows it.
     pub machine: Machine,
-    /// What it has, for the kernel it was made for.
+    /// Its features, as the kernel that it was made for sees them.
     pub features: Features,
     /// The one feature that it was made for, if it was.
     pub alone: Option<Feature>,
-    /// How it was made.
+    /// The recipe that it was made by.
     recipe: search::Recipe,
 }
 

@@ -6,8 +6,8 @@ use crate::Spec;
 use crate::noise::Noise;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Maximum features that a case combines, besides those of its shape: with more, one may hide the
-/// defects of another.
+/// Maximum features that a case combines, besides the features of its shape. With more, one feature
+/// may hide the defects of another.
 const MAX_ADDED: usize = 8;
 
 /// Features that may be what makes a kernel run, or what another feature needs: tried beside one or

@@ -169,7 +169,7 @@ impl MirrorMut {
     /// A view of it.
     ///
     /// # Panics
-    /// Never: the dims are those of a tensor that there is.
+    /// Never: the dims come from an existing tensor.
     pub fn view(&self) -> TensorMut<'_, DeviceMemory> {
         let Place { dtype, shape, strides, .. } = &self.place;
         // SAFETY: as for `Mirror`; nothing else looks at it until it has been downloaded.

@@ -9,7 +9,7 @@ use crate::spec::{
 };
 use regard::{DType, ListEntries};
 
-/// Dims of keys and of values: those of models, and others around vectors.
+/// Dims of keys and of values: dims of models, and others around vectors.
 const DIMS: [(usize, usize); 8] =
     [(576, 512), (320, 256), (512, 512), (192, 128), (64, 64), (96, 32), (41, 23), (576, 1)];
 

@@ -261,8 +261,7 @@ fn sloped_both_ways() -> Vec<Spec> {
 }
 
 /// Head dims past 256, where a cluster of CTAs shares rows and keys: rows for one CTA only, keys
-/// for several rounds of the pipeline, dims between those of the modules, all storages and
-/// features.
+/// for several rounds of the pipeline, dims between the modules' dims, all storages and features.
 pub(super) fn wide_prefill() -> Vec<Spec> {
     let dims = [(512, 512), (576, 512), (320, 264), (16, 512), (512, 64)];
     let mut specs = Vec::new();

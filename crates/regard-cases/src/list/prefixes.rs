@@ -52,8 +52,7 @@ fn shapes() -> Vec<Spec> {
     specs
 }
 
-/// Who shares with whom: orders, groups of one, sequences without a group, ragged queries, many
-/// rows.
+/// Different groups: orders, groups of one, sequences without a group, ragged queries, many rows.
 fn groups() -> Vec<Spec> {
     let orders: [(&str, &[i32], &[usize]); 6] = [
         ("two", &[0, 1, 0, 1, 0, 1, 1], &[130, 65]),
@@ -97,7 +96,7 @@ fn groups() -> Vec<Spec> {
     specs
 }
 
-/// What else there is: each row keeps its own position.
+/// Groups with other features: each row keeps its own position.
 fn features() -> Vec<Spec> {
     let mask = |dtype, hide, broadcast| Some(MaskSpec { dtype, hide, broadcast });
     let base = || Spec { keys: PAGES, causal: true, ..Spec::new("") };

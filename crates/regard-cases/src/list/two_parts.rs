@@ -8,7 +8,7 @@ use crate::spec::{
 };
 use regard::{DType, ListEntries};
 
-/// Dims of latent and of rotary rows: those of models, and others around vectors.
+/// Dims of latent and of rotary rows: dims of models, and others around vectors.
 const DIMS: [(usize, usize); 6] = [(512, 64), (256, 64), (128, 64), (32, 64), (23, 18), (1, 3)];
 
 /// All of them.

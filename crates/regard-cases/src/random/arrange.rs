@@ -6,7 +6,7 @@ use crate::spec::{
     Granularity, KeyPositionsSpec, Keys, OffsetSpec, OperandMemory, SequenceSpec, Spec,
 };
 
-/// How a problem was rearranged.
+/// A kind of rearrangement of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arrangement {
     /// One of its sequences by itself, stored otherwise.
@@ -27,7 +27,8 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     let noise = &mut noise;
     let mut all = Vec::new();
     let batch = spec.sequences.len();
-    // Keys of a shared page are those of one sequence: apart from it, others would have other keys.
+    // Keys of a shared page are the keys of one sequence. Apart from that sequence, the others
+    // would have other keys.
     if batch == 0 || spec.prefixes.is_some() {
         return all;
     }
@@ -58,8 +59,8 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     all
 }
 
-/// Whether scales per token are those of one token, and so cannot be told from scales per head:
-/// another problem than the same token's among others.
+/// Whether scales per token are the scales of a single token. They cannot be told from scales per
+/// head, and make another problem than the same token among others.
 fn has_one_shared_scale(spec: &Spec) -> bool {
     let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
     let slots = match spec.keys {
@@ -76,8 +77,8 @@ fn has_fixed_pages(spec: &Spec) -> bool {
     scaled && spec.cache.granularity == Granularity::Page || spec.lists_pages()
 }
 
-/// Whether sequences keep their masks by themselves. A description makes masks by position; where
-/// one row of a mask is that of sequences at different positions, it is made for the last of them.
+/// Whether sequences keep their masks by themselves. A description makes masks by position; if
+/// sequences at different positions share one row of a mask, the row is made for the last of them.
 fn can_be_apart(spec: &Spec) -> bool {
     let shared = spec.mask.is_some_and(|mask| mask.broadcast[0] && !mask.broadcast[2]);
     let positions = positions(spec);
@@ -95,7 +96,7 @@ pub fn kind_of(arranged: &Spec) -> Arrangement {
     }
 }
 
-/// How it was rearranged, in words.
+/// The rearrangement in words.
 pub fn words(spec: &Spec, arranged: &Spec) -> String {
     let storage = format!("{:?}, {:?}, {:?}", arranged.keys, arranged.layout, arranged.kv_layout);
     let name =

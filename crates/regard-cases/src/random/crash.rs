@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Threads whose problems are noted; those of more threads are not.
+/// Maximum threads whose problems are noted.
 const THREADS: usize = 256;
 
 /// The problem that each thread is at, one more than its number; 0 for none.

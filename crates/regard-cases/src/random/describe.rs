@@ -42,7 +42,7 @@ pub fn describe(spec: &Spec) -> String {
     words.0.join(", ")
 }
 
-/// How keys and values are stored, and where operands are.
+/// The storage of keys and values, and the memory of operands.
 fn storage(spec: &Spec, words: &mut Words) {
     words.add_if(spec.ragged_queries, "ragged queries".into());
     match spec.keys {

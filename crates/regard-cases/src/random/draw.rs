@@ -109,7 +109,7 @@ fn prefixes(noise: &mut Noise, spec: Spec) -> Spec {
     spec.prefixes(&groups, &lens)
 }
 
-/// How keys and values are stored, in a third of the problems otherwise than queries.
+/// The storage of keys and values. In a third of the problems it differs from the queries'.
 fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
     const FORMATS: [DType; 8] = [
         DType::E4M3,

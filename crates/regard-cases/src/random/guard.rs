@@ -105,7 +105,7 @@ impl Drop for Guarded {
 /// Pages between two guard pages.
 #[cfg(unix)]
 struct Mapping {
-    /// The lowest byte, that of a guard page.
+    /// The lowest byte, in a guard page.
     first: *mut u8,
     /// Bytes between the guard pages.
     inside: usize,

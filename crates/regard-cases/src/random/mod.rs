@@ -1,9 +1,9 @@
 //! Random problems: everything that the contract allows, composed at random, on any device.
 //!
-//! [`problem`] draws a problem from a seed and a number. [`trial`](trial()) runs it twice, judges
-//! it and, where it is batch-invariant, compares its bits with those of other arrangements. [`run`]
-//! does so with many on several threads, and makes what fails small ([`shrink()`]). `regard check
-//! --random` is this module as a command.
+//! [`problem`] draws a problem from a seed and a number. [`trial`](trial()) runs the problem twice
+//! and judges it. If it is batch-invariant, its bits are compared with the bits of other
+//! arrangements. [`run`] does so with many problems on several threads, and makes failing problems
+//! small ([`shrink()`]). `regard check --random` is this module as a command.
 
 mod arrange;
 mod axes;
@@ -43,7 +43,7 @@ pub struct Options {
     pub seed: u64,
     /// The first problem's number.
     pub first: u64,
-    /// How many problems.
+    /// Number of problems.
     pub count: u64,
     /// Which kind of problems.
     pub profile: Profile,
@@ -61,16 +61,16 @@ pub struct Found {
     pub number: u64,
     /// The problem as drawn.
     pub drawn: Spec,
-    /// The plainest problem found that fails in the same way; the drawn one where too many failed
+    /// The plainest problem found that fails in the same way; the drawn problem if too many failed
     /// before.
     pub spec: Spec,
-    /// How the plainest one failed.
+    /// The failure of the plainest problem.
     pub broken: Broken,
 }
 
 impl Found {
-    /// What failures of one cause have in common: how they fail, and the features of the plainest
-    /// problem that do. Sizes and types are left out.
+    /// A text that failures of one cause have in common: the kind of failure, and the features of
+    /// the plainest problem that fails so. Sizes and types are left out.
     pub fn signature(&self) -> String {
         let sizes = ["dtype", "out", "Dk", "Dv", "heads", "rows", "keys", "batch", "lse", "unseen"];
         let plain = axes(&Spec::new("plain"));

@@ -89,7 +89,8 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     details(spec, &mut with);
 }
 
-/// How keys and values are stored, which keys a row attends to, and which sequences share them.
+/// The storage of keys and values, the keys that a row attends to, and the sequences that share
+/// them.
 fn caches_and_lists(spec: &Spec, with: With) {
     with(&|s| s.cache = CacheSpec::default());
     with(&|s| s.rotary_dim = 0);

@@ -16,7 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Something that runs problems whose operands are in the host's memory.
 pub trait Device {
-    /// How many ways it has to run a problem, all of which are tried.
+    /// Number of ways in which it can run a problem. All are tried.
     fn ways(&self) -> usize {
         1
     }
@@ -44,10 +44,10 @@ pub trait Device {
     }
 }
 
-/// How to run a problem.
+/// The settings of one run of a problem.
 #[derive(Debug, Clone, Copy)]
 pub struct How {
-    /// Which of the device's ways.
+    /// The number of the device's way.
     pub way: usize,
     /// The initial value of every byte of the workspace.
     pub garbage: u8,
@@ -58,7 +58,7 @@ pub struct How {
     pub order: u64,
 }
 
-/// How a problem failed. Two failures count as the same if their kinds are equal.
+/// The kind of a failure. Two failures count as the same if their kinds are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "its fields are documented")]
 pub enum Kind {
@@ -83,9 +83,9 @@ pub enum Kind {
 /// A failure.
 #[derive(Debug, Clone)]
 pub struct Broken {
-    /// How.
+    /// The kind.
     pub kind: Kind,
-    /// Where: the way that ran.
+    /// The way that ran.
     pub way: String,
     /// In words.
     pub text: String,
@@ -192,7 +192,7 @@ fn execute(
     (spec, case): (&Spec, &Case),
     run: Run,
 ) -> Result<Output, Broken> {
-    // Where it failed is known afterwards.
+    // The caller fills in the way.
     let broken = |kind, text: String| Broken { kind, way: String::new(), text };
     let failed = |error: Error| {
         let kind = match &error {

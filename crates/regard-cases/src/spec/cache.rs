@@ -1,4 +1,4 @@
-//! How keys and values are stored: the formats of a cache, and the scales of its codes.
+//! The storage of keys and values: the formats of a cache, and the scales of its codes.
 
 use super::{Keys, Spec, Use, data};
 use crate::array::{Array, Data};
@@ -10,12 +10,12 @@ use half::{bf16, f16};
 use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656, i8_from_f32};
 use regard::{DType, Values};
 
-/// How keys and values are stored.
+/// The storage of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheSpec {
-    /// The type of keys; `None` is that of queries.
+    /// The type of keys; `None` is the type of queries.
     pub k: Option<DType>,
-    /// The type of values; `None` is that of queries.
+    /// The type of values; `None` is the type of queries.
     pub v: Option<DType>,
     /// Which codes share a scale.
     pub granularity: Granularity,
@@ -44,10 +44,10 @@ pub enum Scales {
     /// Such that the largest number gets the largest code, about.
     #[default]
     Fitted,
-    /// The next power of two above.
+    /// The next power of two above the fitted scale.
     PowerOfTwo,
-    /// Those, times 2^-20 to 2^20 (2^6 under f16 queries), neighbours differing by any of that; one
-    /// in 16 is zero.
+    /// Powers of two, times 2^-20 to 2^20 (2^6 under f16 queries). Neighbours differ by any factor
+    /// of this range; one in 16 is zero.
     Spread,
 }
 

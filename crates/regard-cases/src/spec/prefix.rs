@@ -59,8 +59,8 @@ impl Spec {
         0..self.group_of(index).map_or(0, |group| self.prefix_len(group).div_ceil(block_size))
     }
 
-    /// What the numbers of a key depend on: keys of shared pages are those of the group's first
-    /// sequence.
+    /// The number that a key's contents depend on. Keys of shared pages are the keys of the group's
+    /// first sequence.
     pub(super) fn key_id(&self, index: usize, key: usize) -> u64 {
         let shared = match self.keys {
             Keys::Paged { block_size, .. } => self.shared_pages(index, block_size).end * block_size,

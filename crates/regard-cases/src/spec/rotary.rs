@@ -13,8 +13,8 @@ impl Spec {
         Spec { rotary_dim, ..self.latent(latent_dim + rotary_dim, latent_dim) }
     }
 
-    /// Two parts are those of latent keys in one cache, in whole blocks; values are all of the
-    /// first.
+    /// The two parts make latent keys in one cache, in whole blocks. Values are all of the first
+    /// part.
     pub(super) fn legal_rotary(&mut self) {
         let block = self.key_dtype().values();
         self.rotary_dim =
@@ -35,7 +35,7 @@ impl Spec {
     }
 
     /// The layout of rotary rows beside keys in `keys`; `None` if keys are in one tensor. The
-    /// strides of pages, tokens and heads differ from those of the keys.
+    /// strides of pages, tokens and heads differ from the keys' strides.
     pub(super) fn place_rotary(&self, keys: &Place) -> Option<Place> {
         let dim = self.rotary_dim / self.key_dtype().values();
         let mut shape = keys.shape.clone();

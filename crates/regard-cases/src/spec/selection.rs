@@ -28,7 +28,7 @@ pub struct ListSpec {
 pub enum Entries {
     /// Every key in order, as far as the list goes; then entries that are skipped.
     All,
-    /// Different keys in order, those of a selection by score.
+    /// Different keys in order, as a selection by score gives them.
     Sorted,
     /// Any keys in any order, some of them twice; one entry in 8 is skipped, and every entry of one
     /// list in 16.

@@ -25,7 +25,7 @@ pub fn append(append: &mut Append, executor: &dyn Executor) -> Result<(), Error>
 /// [`append`] to a latent cache.
 ///
 /// # Errors
-/// As there.
+/// As [`append`].
 pub fn append_latent(append: &mut AppendLatent, executor: &dyn Executor) -> Result<(), Error> {
     let shape = append.check()?;
     run_typed(&mut append.whole(), shape, executor);

@@ -95,7 +95,7 @@ impl Cpu {
     /// Runs the plan, as [`Plan::run`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Plan::run`].
     pub fn run(
         &self,
         plan: &Plan,
@@ -122,9 +122,10 @@ impl Cpu {
         super::map_mask(plan, inputs, outputs, workspace.as_mut_slice(), &*self.executor)
     }
 
-    /// [`Cpu::run`] with the tile map that the workspace has: of [`Cpu::map_mask`] with this plan,
-    /// this mask and operands of these shapes, or written by the caller where
-    /// [`tile_map`](super::tile_map) says. The same bits. With another map results are meaningless.
+    /// [`Cpu::run`] with the tile map in the workspace. [`Cpu::map_mask`] has made the map with
+    /// this plan, this mask and operands of these shapes, or the caller has written it as
+    /// [`tile_map`](super::tile_map) describes. The bits are the same as without a map. With
+    /// another map results are meaningless.
     ///
     /// # Errors
     /// As [`Plan::run`].
@@ -150,7 +151,7 @@ impl Cpu {
     /// Appends to a latent cache, as [`Cpu::append`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Cpu::append`].
     pub fn append_latent(&self, append: &mut AppendLatent) -> Result<(), Error> {
         append::append_latent(append, &*self.executor)
     }

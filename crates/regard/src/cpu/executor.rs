@@ -1,4 +1,4 @@
-//! Executors: which threads a plan runs on.
+//! Executors: the threads that a plan runs on.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! The tile map of a mask on the CPU: where it stands, its lookups, and filling it in.
+//! The tile map of a mask on the CPU: its place in the workspace, its lookups, and filling it in.
 
 use super::executor::Executor;
 use super::tasks::run_tasks;
@@ -9,8 +9,8 @@ use crate::problem::{Inputs, Problem};
 use crate::tensor::Tensor;
 use crate::tile_map::{MapPlace, TileMap, max_map_bytes};
 
-/// Query tokens of a head per block of rows: as many rows as a register tile, at most, so that few
-/// of them are computed beside those that the mask leaves something of.
+/// Query tokens of a head per block of rows: as many rows as a register tile, at most. Larger
+/// blocks would compute more rows of which the mask hides all keys.
 const BLOCK_ROWS: usize = 16;
 
 /// The map of the mask of these operands, if there is room for it.

@@ -121,8 +121,9 @@ struct Prepared {
     tile_map: bool,
 }
 
-/// The problem of these operands, which the plan covers, and what runs it. The workspace, if it is
-/// in question, is large enough and apart from every operand.
+/// The problem of these operands, the CPU's part of the plan and the compiled code. Checks that the
+/// plan covers the operands, and that the workspace, if given, is large enough and apart from every
+/// operand.
 fn checked<'a>(
     plan: &'a Plan,
     inputs: &Inputs,
@@ -145,7 +146,7 @@ fn checked<'a>(
     Ok((problem, cpu, compiled))
 }
 
-/// Runs a plan, with what the workspace has.
+/// Runs a plan, with the prepared contents of the workspace.
 fn run_prepared(
     plan: &Plan,
     inputs: &Inputs,

@@ -52,7 +52,7 @@ pub struct WorkspaceLayout {
     pub partials: usize,
     /// Partial states that `partials` has room for.
     pub max_states: usize,
-    /// `f32`: what one worker needs for itself.
+    /// `f32`: the scratch of each worker.
     pub scratch: usize,
     /// Bytes of scratch per worker.
     pub scratch_bytes: usize,
@@ -60,8 +60,8 @@ pub struct WorkspaceLayout {
     pub total: usize,
 }
 
-/// Whether one worker may walk several of an item's `count` splits and merge them itself. So it is
-/// in batch-invariant mode, whose splits are fixed even if there are too few workers to share them.
+/// Whether one worker may walk several of an item's `count` splits and merge them itself. True in
+/// batch-invariant mode, whose splits are fixed even if there are too few workers to share them.
 pub fn has_serial_splits(problem: &Problem, count: usize) -> bool {
     problem.batch_invariant && count > 1
 }
@@ -103,7 +103,7 @@ pub fn problem_heads_per_item(problem: &Problem, tiling: &Tiling, tokens: usize)
 /// Plans a problem that was checked: the kernel, and how rows and keys are split among threads.
 ///
 /// # Errors
-/// The reason why nothing runs it there.
+/// The reason why no kernel runs the problem on this machine.
 pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Plan, Error> {
     let (choice, tiling) = select(problem, facts, machine)?;
     let rows = problem.query_len.saturating_mul(problem.group());

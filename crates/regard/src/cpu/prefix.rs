@@ -157,8 +157,8 @@ impl PrefixPlan {
         Ok(PrefixPlan { shared, own, layout, total })
     }
 
-    /// Runs operands that were checked and that the plan covers. Returns whether it did: not if no
-    /// group takes part, and then nothing is written.
+    /// Runs operands that were checked and that the plan covers. Returns false if no group takes
+    /// part; then nothing has run, and nothing is written.
     ///
     /// # Errors
     /// As `run`.
@@ -256,7 +256,7 @@ fn shared_keys(problem: &Problem, sequence: &Sequence, len: usize, block_size: u
     if sees_all && moves { len } else { 0 }
 }
 
-/// Finds the groups that take part, and where their tokens go.
+/// Finds the groups that take part, and the places of their tokens.
 fn gather(inputs: &Inputs, problem: &Problem, parts: &Parts) -> Gathered {
     let KvStorage::Paged { block_size } = problem.keys else {
         unreachable!("checked: sequences with prefix groups have pages")
@@ -429,7 +429,7 @@ fn attend_own(call: &Call, plan: &Plan, workspace: &mut [u8]) -> Result<(), Erro
     }
 }
 
-/// A result of the caller's: its first element, and where its rows are.
+/// A result of the caller's: its first element, and the layout of its rows.
 struct Rows<E> {
     data: *mut E,
     dims: Dims,

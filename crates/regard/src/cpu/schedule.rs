@@ -12,9 +12,9 @@ use crate::split::{Cut, Work, cut};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-/// Multiply-adds that are worth a worker: some 7 us of one core, so that a run of less than twice
-/// as many stays on the calling thread. A helper thread that spins starts within a microsecond.
-/// Waking one that sleeps costs the caller a few microseconds, and the thread some 15.
+/// Multiply-adds that are worth a worker: some 7 us of one core. A run of less than twice as many
+/// stays on the calling thread. A helper thread that spins starts within a microsecond. Waking a
+/// helper that sleeps costs the caller a few microseconds, and the helper some 15.
 const MULTIPLY_ADDS_PER_WORKER: u64 = 350_000;
 
 /// Hands out the items of one run, longest first (with a causal mask, the last rows).
@@ -219,8 +219,8 @@ impl<'a> Schedule<'a> {
         problem_blocks(&self.problem, sequence.q_len, self.cpu.tiling.block_rows)
     }
 
-    /// The keys that at least one row of the sequence walks: those that it can see, or the entries
-    /// of the longest list.
+    /// The keys that at least one row of the sequence walks: the keys that it can see, or the
+    /// entries of the longest list.
     fn walked_keys(&self, sequence: &Sequence) -> Range<usize> {
         match self.problem.key_lists {
             Some(lists) => 0..lists.walked(),

@@ -44,7 +44,7 @@ const _: () = {
 /// The kernel for a problem on a CPU, and its tiles.
 ///
 /// # Errors
-/// The reason why nothing runs it there.
+/// The reason why no kernel runs the problem on this CPU.
 pub fn select(
     problem: &Problem,
     facts: &CpuFacts,

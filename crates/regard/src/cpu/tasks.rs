@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Bytes below which only the calling thread works: waking a thread takes longer.
 const MIN_PARALLEL_BYTES: usize = 1 << 18;
 
-/// Runs every task once. `bytes` is what all of them move.
+/// Runs every task once. `bytes` is the memory traffic of all tasks together.
 pub fn run_tasks(
     executor: &dyn Executor,
     tasks: usize,

@@ -23,7 +23,7 @@ pub(super) struct Stored {
 pub(super) struct Slots {
     slots: Vec<Option<Box<Stored>>>,
     held: usize,
-    /// More than so many are not held at a time.
+    /// Maximum number of slots that are held at a time.
     max_held: usize,
 }
 
@@ -44,7 +44,7 @@ impl Slots {
         }
     }
 
-    /// One that was among those loaded last.
+    /// The key or value of a slot that the last `load` had in its list.
     pub fn at(&self, key: usize) -> &Stored {
         self.slots[key].as_ref().expect("it was loaded")
     }

@@ -31,7 +31,7 @@ use half::{bf16, f16};
 use std::collections::HashSet;
 use std::fmt;
 
-/// Judges results of one problem: the oracle's rows, and how far each may be missed.
+/// Judges results of one problem: the oracle's rows, and the tolerance of each.
 #[derive(Debug, Clone)]
 pub struct Judge {
     reference: Reference,

@@ -8,7 +8,7 @@ const BLOCK_SIZE: usize = 16;
 const COLUMNS: usize = 8;
 const POSITIONS: usize = 100;
 
-/// What appends: a device.
+/// The append of a device.
 pub type Run<'a> = dyn FnMut(&mut Append) -> Result<(), Error> + 'a;
 
 /// One append to try.

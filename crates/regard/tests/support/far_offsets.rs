@@ -40,7 +40,7 @@ pub fn check(
     let table = [2i32, 0, 1];
     let lens = [3i32];
     let data: &[bf16] = buffer.reinterpret_cast();
-    // What the far dimension is: tokens, heads, sequences, or blocks.
+    // The far dimension in turn: tokens, heads, sequences, or blocks.
     let whole = Attention { batch_invariant, ..Attention::default() };
     let mut check_far = |name: &str, inputs: &Inputs, place| {
         for number in 0..runs {
@@ -95,7 +95,7 @@ pub fn check(
     check_far("mask rows", &inputs, tokens_apart);
 }
 
-/// Where the output is in its buffer.
+/// The place of the output in its buffer.
 #[derive(Clone, Copy)]
 struct Place {
     shape: [usize; 4],

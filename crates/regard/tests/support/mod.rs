@@ -1,4 +1,4 @@
-//! What the tests share: machines to force, a runner, and work spread over threads.
+//! Code that tests share: machines to force, a runner, and work spread over threads.
 
 #![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// This machine's CPU at every SIMD level it has, with and without products of bf16 pairs where it
-/// has them, on one thread and on several. Where `REGARD_SIMD` forces a level, at that one only.
+/// This machine's CPU at every SIMD level it has, with and without products of bf16 pairs if it has
+/// them, on one thread and on several. If `REGARD_SIMD` forces a level, at that level only.
 pub fn machines() -> Vec<Machine> {
     let forced = std::env::var("REGARD_SIMD").ok().filter(|name| !name.is_empty());
     let forced = forced.map(|_| Level::detect().expect("a level of this machine"));
@@ -49,8 +49,8 @@ pub fn most_work(default: usize) -> usize {
     given.map_or(default, |number| number.parse().expect("REGARD_MAX_WORK is a number"))
 }
 
-/// How many rows of a case are judged: `REGARD_JUDGED_ROWS`, for emulators and sanitizers, where
-/// the oracle takes longer than the kernels; else all.
+/// Number of rows of a case that are judged: `REGARD_JUDGED_ROWS`, for emulators and sanitizers,
+/// under which the oracle takes longer than the kernels; else all.
 pub fn judged_rows() -> Option<usize> {
     let given = std::env::var("REGARD_JUDGED_ROWS").ok()?;
     Some(given.parse().expect("REGARD_JUDGED_ROWS is a number"))

@@ -14,7 +14,7 @@ const BLOCKS: usize = 6;
 const SEQUENCES: [(usize, i32); 2] = [(3, 6), (5, 5)];
 const TOKENS: usize = 8;
 
-/// How a pool is scaled.
+/// The scales of a pool.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Scaling {
     /// By none: blocks have their own, and floats none.
@@ -58,7 +58,7 @@ impl Pool {
         unsafe { TensorMut::from_raw(data, format, &shape, None).expect("a pool") }
     }
 
-    /// What it holds. One NaN of bf16 is as good as another.
+    /// The bits that it holds. All NaNs of bf16 count as equal.
     fn bits(&self, format: DType) -> Vec<u8> {
         if format != DType::BF16 {
             return self.bytes.clone();

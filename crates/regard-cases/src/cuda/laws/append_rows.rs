@@ -27,7 +27,7 @@ struct Trial {
     rotary: Option<(usize, bool)>,
 }
 
-/// What an append reads and writes, on the host.
+/// The memory that an append reads and writes, on the host.
 struct Operands {
     key: Array,
     table: Array,
@@ -115,7 +115,7 @@ impl Trial {
         same("pool", &found.pool, &expected.pool)?;
         same("scales", &found.scales, &expected.scales)?;
         // Kernels may fuse a product of a rotation with the sum: two roundings of the type, and
-        // those of f32 where large numbers cancel.
+        // roundings of f32 if large numbers cancel.
         let f32_epsilon = f64::from(f32::EPSILON);
         let numbers = found.query.numbers()?.into_iter().zip(expected.query.numbers()?);
         for (i, (found, expected)) in numbers.enumerate() {

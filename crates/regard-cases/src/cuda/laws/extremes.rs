@@ -72,7 +72,7 @@ pub fn many_sequences(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("3 problems of {} sequences, {judged} rows judged", lengths.len()))
 }
 
-/// Whether there is so much memory; if not, why the law was not tried.
+/// Checks that there is so much memory; if not, returns the reason why the law was not tried.
 fn room(runner: &Runner, bytes: usize) -> Result<Option<String>, Broken> {
     let (free, _) = runner
         .gpu()
@@ -130,7 +130,7 @@ fn far_pages_of(
         return Ok(Err(skipped));
     }
     let stream = runner.stream().clone();
-    // The table names blocks of the large pools, and its host twin those of the small ones.
+    // The table names blocks of the large pools. Its host twin names blocks of the small pools.
     let far = (all_blocks - blocks) as i32;
     let table = case.attention.block_table.clone().expect("paged");
     let moved = table
@@ -180,8 +180,8 @@ fn run_on_gpu(
     workspace.check(stream)
 }
 
-/// Runs a case with keys and values that are elsewhere and a table of `device_case`; the host's
-/// side is that of `host_case`.
+/// Runs a case with keys and values that are elsewhere and with the table of `device_case`. The
+/// host's side is `host_case`.
 fn run_with(
     runner: &mut Runner,
     host_case: &Case,

@@ -11,13 +11,13 @@ use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptur
 use regard::cuda::{DeviceMemory, Prepared, RawWorkspace, driver_error};
 use regard::{DType, Error, Inputs, KeyOffset, KeyPositions, Outputs, Plan, QueryOffset, Window};
 
-/// What a graph has captured.
+/// The work that a graph has captured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Captured {
     /// One run.
     Run,
-    /// What the layers of a step share (its schedule, the tile map of its mask), and two layers
-    /// that read it.
+    /// The parts that the layers of a step share (its schedule, the tile map of its mask), and two
+    /// layers that read them.
     Step,
 }
 

@@ -8,7 +8,7 @@ use crate::rows::{Rows, bits, difference, rows};
 use crate::{Keys, KvLayout, Layout, SequenceSpec, Spec, list};
 use regard::{DType, Plan, Problem, QueryStorage, Window};
 
-/// Seeds of random compositions beyond those of the list.
+/// Seeds of random compositions beyond the seeds of the list.
 const SEEDS: std::ops::Range<u64> = 1000..1300;
 
 /// Everything composed at random.

@@ -22,14 +22,14 @@ const EMPTY: u8 = 0;
 const FULL: u8 = 1;
 const MIXED: u8 = 2;
 
-/// How a run gets its tile map.
+/// The origin of a run's tile map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Map {
     /// Every run makes it.
     Plain,
     /// `map_mask` makes it, once.
     Made,
-    /// The same, of operands for the plan's other kernel where there are two.
+    /// `map_mask` makes it, of operands for the plan's other kernel if there are two.
     MadeForOthers,
     /// The caller writes it.
     Given,
@@ -38,7 +38,7 @@ enum Map {
     Unknown,
 }
 
-/// What a run of a case on the GPU left.
+/// The results of a run of a case on the GPU.
 struct Mapped {
     output: Output,
     /// The map that its operands have.
@@ -210,7 +210,8 @@ fn specs() -> Vec<Spec> {
     specs
 }
 
-/// Bits with a map of one call, or of the caller's, are those of runs that make it.
+/// A map that is made once, or written by the caller, gives the same bits as runs that make it
+/// themselves.
 pub fn mapped_equals_plain(runner: &mut Runner) -> Result<String, Broken> {
     let (mut cases, mut maps, mut both, mut kinds) = (0, 0, 0, [0; 3]);
     for spec in specs() {

@@ -58,7 +58,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "far-strides", check: extremes::far_strides },
 ];
 
-/// How a law is broken.
+/// A description of how a law is broken.
 #[derive(Debug)]
 pub struct Broken(pub String);
 

@@ -39,7 +39,7 @@ pub fn is_available() -> bool {
     is_x86_feature_detected!("avx512vbmi")
 }
 
-/// Converts whole groups of 64 codes to f32. Returns how many codes that were.
+/// Converts whole groups of 64 codes to f32. Returns the number of converted codes.
 ///
 /// # Safety
 /// The CPU has AVX512_VBMI; `from` and `to` hold `count` elements.
@@ -73,7 +73,7 @@ pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> us
     }
 }
 
-/// Converts whole groups of 64 codes to bf16. Returns how many codes that were.
+/// Converts whole groups of 64 codes to bf16. Returns the number of converted codes.
 ///
 /// # Safety
 /// The CPU has AVX512_VBMI; `from` and `to` hold `count` elements.

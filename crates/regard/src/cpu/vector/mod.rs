@@ -120,13 +120,14 @@ pub trait Vector: Copy {
         // SAFETY: same contract.
         unsafe { load_codes(from, E4m3::to_f32) }
     }
-    /// Converts the first of `count` codes to f32, all or some or none. Returns how many.
+    /// Converts the first of `count` codes to f32: all, some or none. Returns the number of
+    /// converted codes.
     #[inline(always)]
     unsafe fn load_e4m3_row(_from: *const E4m3, _to: *mut f32, _count: usize) -> usize {
         0
     }
-    /// Converts the first of `count` codes to bf16, all or some or none. Returns how many. Of
-    /// levels that run `PAIRED` code.
+    /// Converts the first of `count` codes to bf16: all, some or none. Returns the number of
+    /// converted codes. For levels that run `PAIRED` code.
     #[inline(always)]
     unsafe fn load_e4m3_pairs(_from: *const E4m3, _to: *mut bf16, _count: usize) -> usize {
         0
@@ -136,8 +137,8 @@ pub trait Vector: Copy {
         // SAFETY: same contract.
         unsafe { load_codes(from, E5m2::to_f32) }
     }
-    /// `scale` times the codes in `LANES` bytes of a
-    /// [`BlockQ4_0`](crate::format::BlockQ4_0): those in the low four bits, and those in the high.
+    /// `scale` times the codes in `LANES` bytes of a [`BlockQ4_0`](crate::format::BlockQ4_0): the
+    /// codes in the low four bits, and the codes in the high four bits.
     #[inline(always)]
     unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
         // SAFETY: same contract.

@@ -1,4 +1,4 @@
-//! Work items: blocks of query rows of one sequence, and how each walks its keys.
+//! Work items: blocks of query rows of one sequence, and the walk of each over its keys.
 
 use crate::problem::Sequence;
 use std::ops::Range;
@@ -19,7 +19,7 @@ pub struct Item {
     pub keys: Range<usize>,
     /// KV splits that this item walks.
     pub splits: Range<usize>,
-    /// Split-KV: where the partial states of the item's sequence are.
+    /// Split-KV: the partial states of the item's sequence.
     pub states: SequenceStates,
     pub task: Task,
 }

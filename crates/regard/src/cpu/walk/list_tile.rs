@@ -32,8 +32,8 @@ pub struct EntryPlace {
 }
 
 impl ListTile {
-    /// The pool, block and slot of an entry. Entries past the last resolved one count as that: they
-    /// are only prefetched.
+    /// The pool, block and slot of an entry. An entry past the last resolved one gets the place of
+    /// the last: it is only prefetched.
     #[inline(always)]
     pub fn place(&self, entry: usize) -> EntryPlace {
         let i = (entry - self.first).min(self.len - 1);

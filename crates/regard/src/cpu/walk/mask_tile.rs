@@ -1,5 +1,5 @@
-//! Tiles that a mask hides: their keys and values are neither packed nor multiplied. And tiles of
-//! which a boolean mask hides nothing: it is not read there.
+//! Tiles that a mask hides are neither packed nor multiplied. Tiles of which a boolean mask hides
+//! nothing are computed without reading the mask.
 
 use super::call::ItemContext;
 use super::item::TileSpan;
@@ -12,8 +12,9 @@ use std::ops::{BitOr, BitXor, Range};
 /// Elements that are looked at together.
 const CHUNK: usize = 64;
 
-/// Whether the mask hides every key of the tile that any of these rows can see. With a tile map it
-/// says so of whole tiles only; else the mask is read, up to the first key that it does not hide.
+/// Whether the mask hides every key of the tile that any of these rows can see. With a tile map,
+/// true for whole tiles only. Otherwise the mask is read, up to the first key that it does not
+/// hide.
 ///
 /// # Safety
 /// The rows' queries are loaded.

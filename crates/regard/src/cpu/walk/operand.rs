@@ -143,8 +143,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// The addresses of the span's rows, and of those that follow up to the span's end, as far as
-    /// there is room: they are only prefetched.
+    /// The addresses of the span's rows, and of the rows after them up to the span's end, as far as
+    /// there is room. The later rows are only prefetched.
     pub fn known_addresses<'b>(
         &self,
         span: &TileSpan,
@@ -273,8 +273,7 @@ impl RowReader {
         ReadRows { addresses: rows, offset: 0 }
     }
 
-    /// The row at `address` as products read it, which is number `slot` of those that are used
-    /// together.
+    /// The row at `address` as products read it: row `slot` of the rows that are used together.
     ///
     /// # Safety
     /// As [`RowReader::read`], for a slot below [`MAX_CONVERTED_ROWS`].

@@ -31,7 +31,7 @@ pub struct TileWork<'a> {
     pub flags: &'a TileFlags,
     /// Row blocks.
     pub blocks: usize,
-    /// The last of them, which prefetch the next tile.
+    /// The last row blocks, which prefetch the next tile.
     pub prefetching: usize,
     pub prefetch: TilePrefetch<'a>,
     pub no_prefetch: TilePrefetch<'static>,
@@ -132,8 +132,8 @@ struct RowBlock {
     rows: Range<usize>,
     /// The keys of the tile that at least one of the rows can see.
     seen: Range<usize>,
-    /// Which of the two buffers of scores and exponentials they have. While one block's
-    /// exponentials are computed, the next block's scores are.
+    /// The index of its buffer of scores and exponentials. There are two buffers: the next block's
+    /// scores are computed while this block's exponentials are.
     buffer: usize,
     /// Factors of the rows' previous outputs.
     factors: [f32; MAX_ROWS],

@@ -1,5 +1,5 @@
-//! Values that are a prefix of the keys: the rows of a tile are converted once, to where both
-//! products read them. Keys in two parts are put together there.
+//! Values that are a prefix of the keys: the rows of a tile are converted once, for both products.
+//! Keys in two parts are put together there.
 
 use super::address::KeyAddresses;
 use super::call::ItemContext;
@@ -40,8 +40,8 @@ impl<'a> RowTile<'a> {
         })
     }
 
-    /// Converts the valid keys of a tile. Keys and values of that tile are then these rows; what is
-    /// prefetched of the next tile is given by `keys`.
+    /// Converts the valid keys of a tile. Afterwards these rows are the keys and values of that
+    /// tile. `keys` gives the rows of the next tile to prefetch.
     ///
     /// # Safety
     /// As [`run_item`](super::attend::run_item), for a tile of the item.

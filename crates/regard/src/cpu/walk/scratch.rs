@@ -49,7 +49,7 @@ pub struct Sizes {
     /// Maximum key/value heads per item, if keys or values are codes with scales; else 0.
     pub scaled_heads: usize,
     /// Whether an item may have a tile of rows that are keys and values
-    /// ([`row_tile`](super::row_tile)): not where all walks read them in place.
+    /// ([`row_tile`](super::row_tile)). False if all walks read such rows in place.
     pub has_row_tile: bool,
     /// Whether one item may walk several splits and merge them itself.
     pub serial_splits: bool,
@@ -58,8 +58,8 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// `item_rows`: most rows, over all heads, of an item that takes several heads. `item_heads`:
-    /// most key/value heads of an item.
+    /// `item_rows`: maximum rows, over all heads, of an item that takes several heads.
+    /// `item_heads`: maximum key/value heads of an item.
     pub fn new(
         problem: &Problem,
         tiling: &Tiling,
@@ -126,7 +126,7 @@ pub struct Scratch {
     /// Scales of a tile's keys and values, `[head][key]`.
     pub key_scales: *mut f32,
     pub value_scales: *mut f32,
-    /// A few rows of keys or values, converted to what products read.
+    /// A few rows of keys or values, converted to the type that products read.
     pub converted: *mut u8,
     /// A tile of rows that are keys and values, likewise.
     pub row_tile: *mut u8,
