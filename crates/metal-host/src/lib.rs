@@ -55,7 +55,7 @@ pub fn specialized_source(pipeline: &Pipeline) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// A line that instantiates a kernel for several sizes, with that of `function` alone: `4x1` of
+/// A line that instantiates a kernel for several sizes, reduced to the size of `function`: `4x1` of
 /// `decode_half_4x1`.
 fn only_instance(line: &str, function: &str) -> String {
     let sizes = function.rsplit('_').next().and_then(|sizes| sizes.split_once('x'));
@@ -201,7 +201,7 @@ pub fn operand_mut<'a>(tensor: &'a mut TensorMut) -> Result<TensorMut<'a, MetalM
 /// Each dispatch goes to `execute`.
 ///
 /// # Errors
-/// If an operand breaks the contract or exceeds the plan; those of `execute`.
+/// If an operand breaks the contract or exceeds the plan. Errors of `execute`.
 pub fn run_plan(
     plan: &Plan,
     garbage: u8,

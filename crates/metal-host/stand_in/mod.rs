@@ -322,7 +322,7 @@ pub mod objc2_metal {
         }
     }
 
-    /// How an archive's file begins; a line for each pipeline follows.
+    /// The start of an archive's file. A line for each pipeline follows.
     const ARCHIVE: &str = "binary archive";
 
     pub trait MTLDevice {
@@ -538,7 +538,7 @@ pub mod objc2_metal {
         ) -> Option<Retained<ProtocolObject<dyn MTLBuffer>>> {
             static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(0x11_0000_0000);
             assert!(length > 0, "Metal has no empty buffers");
-            // Addresses are page-aligned, as on a GPU, and are not those of host memory.
+            // Addresses are page-aligned, as on a GPU, and are not addresses of host memory.
             let pages = (length as u64).next_multiple_of(16 << 10) + (16 << 10);
             let address = NEXT_ADDRESS.fetch_add(pages, Ordering::Relaxed);
             let is_private = options == MTLResourceOptions::StorageModePrivate;

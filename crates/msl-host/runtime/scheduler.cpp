@@ -32,7 +32,7 @@ struct Fiber {
     void* stack_pointer;
     char* stack;
     State state;
-    // What it waits at.
+    // The call that it waits at.
     const char* what;
     int line, flags;
     // Which of its SIMD group's two rows of slots it writes next.

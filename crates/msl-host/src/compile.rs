@@ -23,7 +23,7 @@ const RUNTIME: [(&str, &str); 6] = [
 /// half-precision operation.
 const MIN_CLANG: u32 = 19;
 
-/// How kernels are compiled, which decides what a run can find.
+/// The build of the kernels. It decides what a run can find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Build {
     /// Optimised; locals that are not initialized hold a pattern. For values.
@@ -136,7 +136,7 @@ impl Compiler {
         )))
     }
 
-    /// What `LD_PRELOAD` has to name for [`Build::Sanitized`] libraries to load.
+    /// The library that `LD_PRELOAD` has to name for [`Build::Sanitized`] libraries to load.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if clang has no AddressSanitizer (Debian: `libclang-rt-N-dev`).

@@ -55,7 +55,7 @@ struct Generator<'a> {
     tokens: Vec<Token>,
     /// Replacements, by position.
     edits: Vec<(Range<usize>, String)>,
-    /// What each kernel function's parameters are made from.
+    /// The expressions that each kernel function's parameters are made from.
     parameters: BTreeMap<String, Vec<String>>,
     entries: Vec<Entry>,
     constants: BTreeMap<String, u32>,

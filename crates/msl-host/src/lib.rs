@@ -9,9 +9,8 @@
 //! memory, accesses outside of bound buffers, and what AddressSanitizer and
 //! UndefinedBehaviorSanitizer find.
 //!
-//! What it cannot show: that Apple's compiler accepts the source, how many registers it takes, how
-//! fast it is, how exact the GPU's `exp` is, and the GPU's true memory model. `README.md` says
-//! more.
+//! A run cannot show that Apple's compiler accepts the source, how many registers it takes, how
+//! fast it is, how exact the GPU's `exp` is, or the GPU's true memory model. `README.md` has more.
 #![warn(missing_docs)]
 
 mod compile;

@@ -192,8 +192,8 @@ impl Library {
             return Err(range("function constant", index));
         }
         let mut findings: Vec<String> = Vec::new();
-        // SAFETY: the structures are those of runtime.h; buffers are valid by the contract of
-        // `Buffer`; `&mut self` keeps a second dispatch out.
+        // SAFETY: the structures match runtime.h; buffers are valid by the contract of `Buffer`;
+        // `&mut self` keeps a second dispatch out.
         let count = unsafe {
             (self.run)(
                 &raw,

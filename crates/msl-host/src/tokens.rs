@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// What a token is.
+/// The kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// An identifier or keyword.
@@ -16,9 +16,9 @@ pub enum Kind {
 /// A token: a piece of the source.
 #[derive(Debug, Clone)]
 pub struct Token {
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
-    /// Where it is in the source, in bytes.
+    /// Its place in the source, in bytes.
     pub span: Range<usize>,
 }
 

@@ -176,11 +176,11 @@ pub struct Run {
     pub kernel: &'static str,
     /// Seconds of the attention itself, the best of the repetitions.
     pub seconds: f64,
-    /// How much work that was.
+    /// The amount of work.
     pub work: Work,
 }
 
-/// How much work a problem is.
+/// The amount of work of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Work {
     /// Multiplications and additions: 2 (Dk + Dv) for each query head, row and key that its range

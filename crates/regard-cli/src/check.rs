@@ -15,7 +15,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What to check.
+/// A request to check.
 pub struct Request<'a> {
     /// Files and directories.
     pub files: &'a [PathBuf],
@@ -62,10 +62,10 @@ struct Line {
     timing: Option<Timing>,
     #[serde(flatten)]
     agreement: Option<Judged>,
-    /// How the expected tensors agree with the oracle, where there are any.
+    /// The agreement of the expected tensors with the oracle, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     expected: Option<Judged>,
-    /// What a law was tried with.
+    /// The problems that a law was tried with.
     #[serde(skip_serializing_if = "Option::is_none")]
     tried: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -206,7 +206,7 @@ fn check_laws(
     Err(Error::argument("--laws", "on the CPU", "on a GPU: --device cuda").into())
 }
 
-/// Where a case comes from.
+/// The source of a case.
 enum Source {
     File(Input),
     /// The built-in list. Its cases are small.
@@ -269,7 +269,7 @@ fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
     Ok(sources)
 }
 
-/// How many of these to take together: one at least.
+/// Number of these to take together: one at least.
 fn batch_len(sources: &[Source]) -> usize {
     let mut bytes = 0u64;
     let fits = |source: &&Source| {

@@ -10,7 +10,7 @@ use regard_cases::coverage::{Backend, Coverage, CoverageCase, Covered, Feature, 
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What to cover.
+/// A request to cover kernels.
 pub struct Request<'a> {
     /// The device's name.
     pub device: &'a str,
@@ -64,8 +64,8 @@ struct Failed {
     case: String,
     features: String,
     error: String,
-    /// The fewest features with which it still fails, beside those of its shape, where that was
-    /// looked for.
+    /// The fewest features with which it still fails, besides the features of its shape, if these
+    /// were looked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     smallest: Option<String>,
 }

@@ -1,5 +1,6 @@
-//! The commands that documents and scripts show are commands that exist: those of this program are
-//! parsed, and of the others the files, packages, tests and examples that they name are looked for.
+//! The commands that documents and scripts show are commands that exist: commands of this program
+//! are parsed. Of other commands, the files, packages, tests and examples that they name are looked
+//! for.
 
 use super::{Arguments, Command};
 use crate::shape;
@@ -147,7 +148,7 @@ fn commands(line: &str) -> Vec<String> {
     found
 }
 
-/// What a command names of the repository.
+/// A part of the repository that a command names.
 #[derive(Debug)]
 enum Named {
     Script(String),
@@ -157,7 +158,7 @@ enum Named {
 }
 
 impl Named {
-    /// Where it may be. `*` stands for any folder.
+    /// The paths that it may have. `*` stands for any folder.
     fn places(&self) -> Vec<String> {
         match self {
             Named::Script(path) => vec![path.clone(), format!("crates/*/{path}")],
@@ -215,7 +216,7 @@ fn exists(root: &Path, place: &str) -> bool {
     }
 }
 
-/// What follows the name of the program, if this is a command with arguments.
+/// The arguments after the name of the program, if this is a command with arguments.
 fn command_line(piece: &str) -> Option<&str> {
     let prefixes = ["regard ", "cargo run --release -p regard-cli -- "];
     let line = prefixes.iter().find_map(|prefix| piece.strip_prefix(prefix))?;
@@ -224,7 +225,7 @@ fn command_line(piece: &str) -> Option<&str> {
     (known.contains(&command) && !arguments.is_empty()).then_some(line)
 }
 
-/// Whether the program takes these arguments, the shape of a plan included.
+/// Checks that the program takes these arguments, the shape of a plan included.
 fn parse(words: Vec<String>) -> Result<(), String> {
     let arguments = Arguments::try_parse_from(["regard".into()].into_iter().chain(words));
     let shape = match arguments {

@@ -126,7 +126,8 @@ fn resolved(path: &Path) -> PathBuf {
     let mut resolved = PathBuf::new();
     for component in absolute.components() {
         match component {
-            // Of a path without links: that of a place that is there, or one that will be made.
+            // `resolved` has no links here: it is the path of an existing place, or of one that
+            // will be made.
             Component::ParentDir => {
                 resolved.pop();
             }

@@ -13,13 +13,14 @@ struct Info {
     simd_available: Vec<&'static str>,
     /// The value of `REGARD_SIMD`; null if it is not set.
     simd_override: Option<String>,
-    /// How bf16 are multiplied: "widened to f32", or in what.
+    /// Arithmetic of the products of bf16: "widened to f32", "products of pairs (AVX512_BF16)" or
+    /// "products of tiles (AMX)".
     bf16_products: String,
     threads: usize,
     l1d_bytes: Option<usize>,
     l2_bytes: Option<usize>,
     l3_bytes: Option<usize>,
-    /// What can run here.
+    /// Backends that can run here.
     backends: Vec<&'static str>,
     gpus: Vec<Gpu>,
     /// Why there is no GPU, where there is none.

@@ -144,7 +144,7 @@ struct RandomArguments {
     /// Try this many random problems instead
     #[arg(long, value_name = "N", conflicts_with_all = NOT_RANDOM)]
     random: Option<u64>,
-    /// What they are drawn from [default: a new number, which is printed]
+    /// Seed of the problems [default: a new number, which is printed]
     #[arg(long, value_name = "SEED", requires = "random", conflicts_with_all = NOT_RANDOM)]
     seed: Option<u64>,
     /// The number of the first problem

@@ -1,5 +1,5 @@
-//! Whether memory is there, asked before it is taken: an allocation that fails ends the process,
-//! and one that the system cannot keep gets the process killed.
+//! Checks that memory is available before it is allocated. An allocation that fails ends the
+//! process, and an allocation that the system cannot keep gets the process killed.
 
 use regard::Error;
 

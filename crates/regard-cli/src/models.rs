@@ -22,7 +22,7 @@ pub struct Model {
 pub struct Layer {
     /// `global`, `local` (a window), `chunked` or `mla`.
     pub kind: &'static str,
-    /// How many of the model's layers are of this kind.
+    /// Number of the model's layers of this kind.
     pub count: usize,
     /// Heads against the cache.
     pub heads: Heads,
@@ -304,7 +304,8 @@ pub fn models(names: &[String]) -> Result<Vec<&'static Model>, Error> {
     names.iter().map(found).collect()
 }
 
-/// The workloads of those names, all for `all`, or those of that place if there are no names.
+/// The workloads of those names, all for `all`, or the workloads of that place if there are no
+/// names.
 ///
 /// # Errors
 /// If a name is not one of them.

@@ -1,5 +1,4 @@
-//! How a command ends, and what it prints: results on stdout, errors and progress on
-//! stderr.
+//! The end of a command, and its output: results on stdout, errors and progress on stderr.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regard::Error;
@@ -150,7 +149,7 @@ impl Progress {
         Progress { bar, started: Instant::now(), terminal: wanted && io::stderr().is_terminal() }
     }
 
-    /// What the next step is about.
+    /// Sets the subject of the next step.
     pub fn about(&self, what: &str) {
         self.bar.set_message(printable(what).into_owned());
     }

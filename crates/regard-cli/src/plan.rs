@@ -11,7 +11,7 @@ use regard::{
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// What to plan, and for what.
+/// A request to plan.
 pub struct Request<'a> {
     /// A case file, if there is no shape.
     pub file: Option<&'a Path>,
@@ -109,7 +109,7 @@ fn plan_models(request: &Request, machine: &Machine) -> Result<u8, Stop> {
     Ok(status)
 }
 
-/// What a plan is for: which layers, in which workload, in the words of `--shape`.
+/// The heading of a plan: the layers, the workload, and the shape in the words of `--shape`.
 fn heading(model: &Model, layer: &Layer, workload: &Workload) -> String {
     let mut text = format!(
         "{} {} {}: {} of {} layers ({})\n{}",

@@ -10,11 +10,11 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// What to try.
+/// A request to try random problems.
 pub struct Request<'a> {
-    /// How many problems.
+    /// Number of problems.
     pub count: u64,
-    /// What they are drawn from; a new number without.
+    /// The seed of the problems; a new number without.
     pub seed: Option<u64>,
     /// The number of the first one.
     pub first: u64,
@@ -22,7 +22,7 @@ pub struct Request<'a> {
     pub profile: Profile,
     /// On the CPU: all levels, not the one detected.
     pub all_levels: bool,
-    /// Where failures are left.
+    /// The folder of failures.
     pub out: &'a Path,
     /// The device's name.
     pub device: &'a str,
@@ -42,8 +42,8 @@ struct Report {
     worst: f64,
     /// Whether the device was lost, and the run ended early.
     lost: bool,
-    /// How many failures of each kind: how they failed, and what the plainest problems have in
-    /// common.
+    /// Number of failures of each kind, by the way they failed and the features that the plainest
+    /// problems have in common.
     kinds: BTreeMap<String, u64>,
     failures: Vec<Failure>,
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What to run.
+/// A request to run.
 pub struct Request<'a> {
     /// Files and directories.
     pub files: &'a [PathBuf],

@@ -1,5 +1,5 @@
-//! What comes from outside: names that terminals obey, places where results must not go, disks that
-//! are full, pipes in the place of files, and an end in the middle.
+//! Bad surroundings: names that terminals obey, places where results must not go, disks that are
+//! full, pipes in the place of files, and an end in the middle.
 #![cfg(unix)]
 
 mod support;

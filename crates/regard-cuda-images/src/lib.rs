@@ -34,7 +34,7 @@ pub struct Image {
     pub starts_early: bool,
     /// The number of its archive.
     pub archive: usize,
-    /// Where it begins in the unpacked archive, in bytes.
+    /// Its offset in the unpacked archive, in bytes.
     pub at: usize,
     /// Its size, in bytes.
     pub bytes: usize,

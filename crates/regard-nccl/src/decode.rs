@@ -33,9 +33,9 @@ pub struct DecodeStep<'a, M: Memory> {
     pub k: Tensor<'a, M>,
     /// Their values, as [`Inputs::v`].
     pub v: Tensor<'a, M>,
-    /// Everything else, the same on every rank but for what describes the keys of the rank
-    /// (lengths, tables, scales, `key_positions`). Sinks are given on every rank and count once.
-    /// Where results depend on positions, `q_offset` is given, with
+    /// Everything else. It is the same on every rank, except the parts that describe the keys of
+    /// the rank (lengths, tables, scales, `key_positions`). Sinks are given on every rank and count
+    /// once. If results depend on positions, `q_offset` is given, with
     /// [`Shard::key_positions`](regard::Shard::key_positions).
     pub attention: Attention<Tensor<'a, M>>,
     /// The result of the own heads over the keys of all ranks: contiguous `[Hq / ranks, tokens,

@@ -1,4 +1,4 @@
-//! What a rank computes on, as the algorithms of this crate see it: a CPU or a GPU.
+//! The device of a rank, as the algorithms of this crate see it: a CPU or a GPU.
 
 use regard::cpu::{Cpu, Workspace};
 use regard::{DType, Error, Inputs, Machine, Memory, Merge, Outputs, Plan, Tensor, TensorMut};

@@ -54,8 +54,8 @@ struct Buffers<B> {
 }
 
 impl<D: Device> HeadParallel<D> {
-    /// Plans and allocates. `problem` is that of the whole sequence, as one device would have it:
-    /// `batch` is 1, `query_len` and `kv_len` are all rows.
+    /// Plans and allocates. `problem` is the problem of the whole sequence, as one device would
+    /// have it: `batch` is 1, `query_len` and `kv_len` are all rows.
     ///
     /// Ranks exchange a description of their problems, so all of them have to call this.
     ///

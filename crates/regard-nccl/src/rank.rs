@@ -7,9 +7,9 @@ use regard::{Error, Problem};
 /// One rank of a group.
 #[derive(Debug)]
 pub struct Rank<D, T> {
-    /// What it computes on.
+    /// The device that it computes on.
     pub device: D,
-    /// How it reaches the others.
+    /// The transport by which it reaches the others.
     pub transport: T,
 }
 

@@ -47,7 +47,7 @@ pub struct RingStep<'a, M: Memory> {
 /// with a share of the keys of a cached prefix.
 ///
 /// In step s a rank attends to the keys of rank `rank - s`, while it passes them on to the next
-/// rank and receives those of the step after. Parts of the result are merged by their log-sum-exp
+/// rank and receives the keys of the next step. Parts of the result are merged by their log-sum-exp
 /// at the end.
 ///
 /// Lengths and positions are known when a prefill is planned. [`RingPrefill::set_sequences`] plans

@@ -22,7 +22,7 @@ impl BalancedRows {
         (index * run).min(self.len)..((index + 1) * run).min(self.len)
     }
 
-    /// The positions of the rows of a rank: those of the early chunk, then those of the late one.
+    /// The positions of the rows of a rank: the early chunk, then the late chunk.
     ///
     /// # Panics
     /// Unless `rank` is one of the ranks.

@@ -39,7 +39,7 @@ pub struct Exchange {
     pub to: Span,
 }
 
-/// How the ranks of a group exchange memory of their devices. Every rank makes the same calls in
+/// An exchange of device memory between the ranks of a group. Every rank makes the same calls in
 /// the same order.
 ///
 /// Work is queued on a queue of the device (a CUDA stream) and calls return before it is done. On
@@ -55,7 +55,7 @@ pub trait Transport {
     /// The number of ranks.
     fn size(&self) -> usize;
 
-    /// How long a rank waits for another before it reports an error.
+    /// Time that a rank waits for another before it reports an error.
     fn timeout(&self) -> Duration;
 
     /// Sends and receives, all at once. Messages between two ranks arrive in the order of the call.

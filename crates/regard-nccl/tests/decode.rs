@@ -153,7 +153,7 @@ struct Keys<T> {
 }
 
 impl<T: Number> Keys<T> {
-    /// Those of a shard, batched or in pages. Unused slots hold NaN.
+    /// Keys of a shard, batched or in pages. Unused slots hold NaN.
     fn for_shard(law: &Law, whole: &Whole<T>, shard: Shard) -> Keys<T> {
         let parts: Vec<_> =
             law.sequences.iter().map(|&(_, keys)| shard.positions(keys).unwrap()).collect();

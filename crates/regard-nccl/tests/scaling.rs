@@ -115,7 +115,7 @@ fn prefill(gpu: Gpu, links: Links, ranks: usize, len: f64) -> f64 {
         let begin = computed.max(transferred);
         if s + 1 < ranks {
             transferred = begin + transfer;
-            // What the transfer's multiprocessors do not compute.
+            // Time that the transfer's multiprocessors do not compute.
             let lost = transfer.min(step) * links.ctas / gpu.multiprocessors;
             computed = begin + step + lost;
         } else {

@@ -2,12 +2,11 @@
 //! ([`registry::Package`]).
 //!
 //! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by
-//! NVRTC, one module at a time, and assembled for the common generations of GPUs. PTX and
-//! machine code are kept in the folder `images` of the module's crate, compressed, with an index in
-//! Rust.
-//! A user of the crate needs no compiler for them. A change of them needs three wheels from PyPI
-//! ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every
-//! check builds it again.
+//! NVRTC, one module at a time, and assembled for the common generations of GPUs. PTX and machine
+//! code are kept in the folder `images` of the module's crate, compressed, with an index in Rust. A
+//! user of the crate needs no compiler for them. A change of them needs three wheels from PyPI
+//! ([`tools`]), no GPU and no toolkit. The results of a build are recorded ([`record`]), so that
+//! not every check builds again.
 
 mod compile;
 mod nvrtc;

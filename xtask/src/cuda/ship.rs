@@ -29,9 +29,10 @@ pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes
 
 /// The archive of a module's image of that kind: named after the module, without its types, the
 /// rows of its tiles, its cache, its build and its main loop (`f16`, `r32`, `q8_0`, `plain`,
-/// `sm90`). What is left is above all the head dims: modules of the same ones share most of their
-/// text. Only Hopper's machine code is in such small archives, which unpack in 30 ms. The others
-/// are named after the family alone: together they are smaller, and unpack in less than a second.
+/// `sm90`). The rest of the name is above all the head dims: modules of the same dims share most of
+/// their text. Only Hopper's machine code is in such small archives, which unpack in 30 ms. The
+/// others are named after the family alone: together they are smaller, and unpack in less than a
+/// second.
 fn archive_name(module: &Module, kind: &str) -> String {
     const OWN: [&str; 13] = [
         "f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "lists", "fallback", "plain",
@@ -97,7 +98,7 @@ fn pack(kind: &str, archive: &Archive) -> Result<Vec<u8>> {
 struct Packed {
     /// The module's name.
     module: String,
-    /// Where it starts in the unpacked content.
+    /// Its offset in the unpacked content.
     at: usize,
     image: Image,
 }
@@ -183,7 +184,7 @@ fn shipped(folder: &Path, module: &Module, kind: &str) -> Result<Image> {
     Ok(found.with_context(|| format!("{archive} does not hold it"))?.image)
 }
 
-/// How what ships differs from what was compiled, in words; `None` if it does not.
+/// The difference between the shipped and the compiled image, in words; `None` if there is none.
 pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) -> Option<String> {
     let name = &module.name;
     let shipped = match shipped(folder, module, kind) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// A machine counts as quiet while others use less than this, in cores.
 const QUIET: f64 = 0.04;
 
-/// How long to look before saying so. `/proc` counts in hundredths of a second.
+/// Time to watch the load before judging it. `/proc` counts in hundredths of a second.
 const LOOK: Duration = Duration::from_millis(700);
 
 /// Processor time used up to now.

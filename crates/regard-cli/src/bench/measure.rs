@@ -13,7 +13,7 @@ use regard::oracle::{Judge, Row, all_rows};
 use regard::{Device, Error, Inputs, Kernel, Machine, Outputs, Plan, Problem};
 use std::time::{Duration, Instant};
 
-/// How long and how often to run.
+/// Duration and number of runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Effort {
     /// Run until this much time has passed, and at least `repetitions` times.
@@ -50,8 +50,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// What a target is measured on: the machine with its number of threads, and how fast these read
-/// memory, if that is measured.
+/// The machine that a target is measured on, with its number of threads, and the speed at which
+/// these read memory, if it is measured.
 pub struct Setting {
     pub machine: Machine,
     pub reader: Option<Reader>,
@@ -283,8 +283,8 @@ pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     work
 }
 
-/// Puts a result under the ceiling that is nearer: that of the products, or that of reading keys
-/// and values once.
+/// Puts a result under the nearer ceiling: the ceiling of the products, or of reading keys and
+/// values once.
 pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: Level) {
     record.ceilings = Some(ceilings.clone());
     // With operands in the caches neither ceiling is the limit, only the launch overhead.

@@ -30,7 +30,7 @@ use regard::{DType, Device, Error, Machine};
 use shapes::{Named, Target, Wish};
 use std::path::{Path, PathBuf};
 
-/// What is measured, and the outputs.
+/// A request to measure, and its outputs.
 pub struct Request<'a> {
     /// Names of shapes.
     pub names: &'a [String],
@@ -40,7 +40,7 @@ pub struct Request<'a> {
     pub models: &'a [String],
     /// Names of workloads of the models.
     pub workloads: &'a [String],
-    /// What varies each shape.
+    /// Variants of each shape, in words.
     pub variants: &'a [String],
     /// Types of operands.
     pub dtypes: &'a [String],
@@ -54,7 +54,7 @@ pub struct Request<'a> {
     pub layers: Option<usize>,
     /// The device's name.
     pub device: &'a str,
-    /// How long and how often.
+    /// Duration and number of runs.
     pub effort: Effort,
     /// Numbers of threads to measure each shape with, on CPUs. Empty: all threads of the machine.
     pub scaling: &'a [usize],
@@ -66,7 +66,7 @@ pub struct Request<'a> {
     pub against: &'a [PathBuf],
     /// The folder of results.
     pub out: Option<&'a Path>,
-    /// Where the picture goes.
+    /// The file of the picture.
     pub plot: Option<&'a Path>,
     /// A markdown table.
     pub markdown: bool,

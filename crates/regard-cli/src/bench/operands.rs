@@ -10,8 +10,8 @@ use regard_cases::{
 };
 use regard_cases::{Caches, ListSpec, OffsetSpec, PrefixSpec, Scales, SequenceSpec, Spec};
 
-/// The keys of a problem that are a shard: those of the second of two devices, and the position of
-/// the first query, where queries are the last tokens.
+/// The keys of a problem whose keys are a shard: the shard of the second of two devices. Also the
+/// position of the first query: queries are the last tokens.
 pub fn shard_of_two(problem: &Problem) -> Option<(SequenceKeys, i64)> {
     let layout = problem.variant.key_positions?;
     let tokens = 2 * problem.kv_len;
@@ -80,7 +80,7 @@ impl Operands {
         Ok((&self.copies, Outputs { out, lse }))
     }
 
-    /// What was written.
+    /// The written outputs.
     pub fn outputs(&self) -> (&Array, Option<&Array>) {
         (&self.out, self.lse.as_ref())
     }

@@ -1,10 +1,9 @@
 //! The model of prefill: its products and softmax with every operand in a core's caches.
 //!
 //! The kernel itself runs over one page of keys, as long as a tile, that a block table names again
-//! and again. So nothing waits for memory, and each of the many tiles that a row block goes through
-//! hides what loading its queries and writing its outputs takes. What a shape reaches of this is
-//! what the rest of a run leaves: memory, uneven items, causal tiles that are half empty, and
-//! shorter walks.
+//! and again. So nothing waits for memory, and the many tiles of a row block hide the time of
+//! loading its queries and writing its outputs. A shape falls short of the model by the rest of a
+//! run: memory, uneven items, causal tiles that are half empty, and shorter walks.
 
 use super::ceiling::median;
 use super::shapes::Target;

@@ -1,7 +1,7 @@
 //! Results as a picture: throughput against length, and the roofline.
 //!
-//! Colours are those of Okabe and Ito, which readers with any colour vision tell apart; each type
-//! has a marker of its own too. Lines carry their names at their ends instead of in a legend.
+//! Colours are the palette of Okabe and Ito, which readers with any colour vision tell apart. Each
+//! type has a marker of its own too. Lines carry their names at their ends instead of in a legend.
 
 use super::ceiling::Ceilings;
 use super::record::Bound;
@@ -350,7 +350,7 @@ fn count(number: f64) -> String {
 struct Label {
     /// The point.
     at: (i32, i32),
-    /// Where the text goes.
+    /// The height of the text.
     y: i32,
     text: String,
     color: RGBColor,

@@ -53,11 +53,11 @@ pub struct Record {
     /// Copies of keys and values that runs rotated over.
     #[serde(default)]
     pub copies: Option<usize>,
-    /// Of a plan for larger bounds: seconds a call of the plan for exactly these lengths, the
-    /// median of calls in turns with those of `seconds`.
+    /// For a plan for larger bounds: seconds per call of the plan for exactly these lengths. The
+    /// median of calls that alternate with the calls of `seconds`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exact_seconds: Option<f64>,
-    /// Seconds a call: the median.
+    /// Seconds per call: the median.
     pub seconds: f64,
     /// Seconds of the fastest call.
     #[serde(default)]
@@ -90,7 +90,7 @@ pub struct Record {
     /// Which ceiling that is.
     #[serde(default)]
     pub bound: Option<Bound>,
-    /// How much of it was reached, 1 being all.
+    /// The fraction of the ceiling that was reached, 1 being all.
     #[serde(default)]
     pub fraction_of_ceiling: Option<f64>,
     /// The largest error against the oracle on the sampled rows.
@@ -113,11 +113,11 @@ pub struct Record {
 /// Somebody else's time for the same work.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Against {
-    /// Who.
+    /// The name of the implementation.
     pub peer: String,
-    /// Seconds a call.
+    /// Seconds per call.
     pub seconds: f64,
-    /// How many times longer that is: above 1 the peer is slower.
+    /// The peer's time over regard's: above 1 the peer is slower.
     pub ratio: f64,
     /// Cores that other processes kept busy while the peer ran.
     #[serde(default)]
@@ -151,7 +151,7 @@ impl Bound {
         }
     }
 
-    /// How much of it that is.
+    /// The fraction of the ceiling that these speeds are.
     pub fn fraction(&self, gflops: f64, gbytes: f64) -> f64 {
         match self {
             Bound::Products { .. } => gflops / self.value(),
@@ -161,8 +161,8 @@ impl Bound {
 }
 
 impl Record {
-    /// Whether its numbers can be compared and drawn: a time above 0, speeds from 0 up, a length of
-    /// 1 at least.
+    /// Checks that its numbers can be compared and drawn: a time above 0, speeds from 0 up, a
+    /// length of 1 at least.
     fn check(&self) -> Result<(), String> {
         let optional = [
             ("flops_per_byte", self.flops_per_byte),
@@ -208,12 +208,12 @@ impl Record {
             == (&other.name, &other.dtype, other.threads, &other.device)
     }
 
-    /// How much of the model of prefill it reaches, 1 being all.
+    /// The fraction of the model of prefill that it reaches, 1 being all.
     pub fn of_pipeline(&self) -> Option<f64> {
         self.pipeline.map(|pipeline| self.gflops / pipeline)
     }
 
-    /// How many times longer it takes than under the plan for exactly these lengths.
+    /// Its time over the time under the plan for exactly these lengths.
     pub fn of_exact(&self) -> Option<f64> {
         self.exact_seconds.map(|exact| self.seconds / exact)
     }

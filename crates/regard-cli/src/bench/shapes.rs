@@ -18,7 +18,7 @@ pub struct Named {
     warm: bool,
     /// The bounds that it is planned for, if not its own lengths.
     bounds: Option<Bounds>,
-    /// How long the caller pauses before each run.
+    /// Pause of the caller before each run.
     pause: Duration,
 }
 
@@ -68,7 +68,8 @@ pub const NAMED: [Named; 17] = [
     Named { warm: true, ..named("tiny", "latency", "hq=9 hkv=3 d=64 lq=1 lk=64") },
 ];
 
-/// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
+/// Every shape named for GPUs: the shapes of [`NAMED`], without the shapes that are only small on a
+/// GPU, and more.
 #[cfg(feature = "cuda")]
 pub const NAMED_CUDA: [Named; 86] = [
     named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
@@ -249,7 +250,7 @@ pub struct Target {
     pub warm: bool,
     /// The bounds that it is planned for, if not its own lengths. Only on CPUs.
     pub bounds: Option<Bounds>,
-    /// How long the caller pauses before each run. Only on CPUs.
+    /// Pause of the caller before each run. Only on CPUs.
     pub pause: Duration,
     /// One sequence in this many has all query tokens of the problem, the others have one.
     pub prompt_every: Option<usize>,
@@ -268,7 +269,7 @@ pub struct Layers {
     pub model: &'static str,
     /// The name of the workload.
     pub workload: &'static str,
-    /// How many layers of this kind the model has.
+    /// Number of the model's layers of this kind.
     pub count: usize,
 }
 
@@ -285,7 +286,7 @@ pub struct Wish<'a> {
     pub shapes: &'a [String],
     /// Variants, each in words or `plain`; none is `plain`.
     pub variants: &'a [String],
-    /// Types of operands; none is all three, or that of a shape's own words.
+    /// Types of operands; none is all three types, or the type in a shape's own words.
     pub dtypes: &'a [DType],
     /// Memory orders; none is token-major.
     pub layouts: &'a [Layout],

@@ -6,7 +6,7 @@ use super::record::{Record, disturbed};
 /// Columns of names, which are aligned to the left.
 const LEFT_COLUMNS: usize = 3;
 
-/// How a table looks.
+/// The style of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
     /// Columns aligned with spaces.
@@ -15,7 +15,7 @@ pub enum Style {
     Markdown,
 }
 
-/// What was measured on, and the ceilings there, for each number of threads.
+/// The machine of the measurements, and its ceilings, for each number of threads.
 pub fn heading(records: &[Record]) -> String {
     let Some(first) = records.first() else { return String::new() };
     let machine = first.machine.as_deref().unwrap_or("this machine");
@@ -68,7 +68,7 @@ fn ceilings_in_words(ceilings: &Ceilings) -> String {
     text
 }
 
-/// How many times faster the same work is with the fewest threads.
+/// Speed relative to the same work with the fewest threads.
 fn speed_up(record: &Record, records: &[Record]) -> Option<f64> {
     let same = |other: &&Record| {
         (&other.name, &other.dtype, &other.peer) == (&record.name, &record.dtype, &record.peer)

@@ -50,7 +50,7 @@ fn total(name: String, kinds: &[Record]) -> Option<Record> {
     let seconds = sum(&|record| record.seconds);
     let flops = sum(&|record| record.gflops * record.seconds);
     let bytes = sum(&|record| record.gbytes_per_second * record.seconds);
-    // What the layers would take at their ceilings, of what they take.
+    // The layers' time at their ceilings, over their measured time.
     let fraction = kinds
         .iter()
         .all(|record| record.fraction_of_ceiling.is_some())

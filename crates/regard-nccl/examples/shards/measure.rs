@@ -105,8 +105,8 @@ impl Ranks {
         Ok(self.rank.transport.all_gather_host(&self.stream, bytes)?)
     }
 
-    /// Seconds of what `queue` queues, `repeats` times in a graph if there are several: the median
-    /// of samples, each of which is that of the slowest rank.
+    /// Seconds of the work that `queue` queues, `repeats` times in a graph if there are several.
+    /// The median of samples; a sample is the time of the slowest rank.
     pub fn time(
         &self,
         repeats: usize,

@@ -83,7 +83,7 @@ macro_rules! functions {
             fn from(library: libloading::Library) -> Result<Library, String> {
                 Ok(Library {
                     $($field: {
-                        // SAFETY: the type is that of NCCL's header.
+                        // SAFETY: the type is the type in NCCL's header.
                         let symbol = unsafe { library.get($name) };
                         *symbol.map_err(|error| error.to_string())?
                     },)*

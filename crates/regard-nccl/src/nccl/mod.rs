@@ -56,13 +56,13 @@ impl fmt::Debug for GroupId {
     }
 }
 
-/// How to join a group.
+/// Options for joining a group.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// How long a rank waits for another. An exchange on the GPU counts from [`Transport::wait`].
+    /// Time that a rank waits for another. An exchange on the GPU counts from [`Transport::wait`].
     pub timeout: Duration,
-    /// Maximum CTAs that communicate; `None` is NCCL's choice. Those that transfers take
-    /// while kernels run are not free for these.
+    /// Maximum CTAs that communicate; `None` is NCCL's choice. CTAs that transfers take while
+    /// kernels run are not free for the kernels.
     pub max_ctas: Option<u32>,
 }
 
@@ -354,7 +354,7 @@ impl Transport for Nccl {
     }
 }
 
-/// How long a group may take to end in order.
+/// Time that a group may take to end in order.
 const END: Duration = Duration::from_secs(5);
 
 impl Drop for Nccl {

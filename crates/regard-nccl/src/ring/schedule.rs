@@ -41,7 +41,7 @@ impl Call {
 pub(super) struct Step {
     /// The rank whose keys are here.
     pub source: usize,
-    /// What is computed with them.
+    /// The attention calls over these keys.
     pub calls: Vec<Call>,
 }
 

@@ -241,7 +241,8 @@ mod x86 {
             configuration.0[16 + 2 * tile] = 64;
             configuration.0[48 + tile] = 16;
         }
-        // SAFETY: the loop was found where AMX is; the configuration is that of eight whole tiles.
+        // SAFETY: the loop is selected only if the CPU has AMX; the configuration is of eight whole
+        // tiles.
         unsafe {
             asm!(
                 "ldtilecfg [{configuration}]",
