@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws bar charts from the kept result files: `python3 bench/bars.py`.
 
-Writes the README's bench/results/nvidia-h200/bars.svg and bench/results/amd-epyc/bars.svg, and models.svg of docs/bench.md beside the first. Nothing is measured here: the numbers are those of
+Writes the README's bench/results/nvidia-h200/bars.svg and bench/results/amd-epyc/bars.svg, and models.svg of docs/bench.md beside the first. Nothing is measured here: the numbers are from
 the result files beside each picture. On the CPU a bar is the round with the median time, as `regard bench --from FILE... --against
 FILE...` takes it; on the GPU it is the mean of the rounds, as in docs/perf/cuda.md."""
 

@@ -61,7 +61,7 @@ else
     echo "candle does not build here: left out" >&2
 fi
 
-# Those of the types asked for that a peer has.
+# The requested types that a peer has.
 only() {
     local type found=()
     for type in ${dtypes//,/ }; do [[ " $* " != *" $type "* ]] || found+=("$type"); done
@@ -79,7 +79,7 @@ run_peer() {
             "$python" bench/peers/onnxruntime_attention.py --threads "$threads" --dtype "$types" --seconds "$seconds" --wait "$wait" --out "$file" "${names[@]}"
             ;;
         ggml)
-            # The bf16 cache, and those of the types asked for that it has.
+            # The bf16 cache, and the requested types that it has.
             [ -z "$caches" ] || types=$(dtypes=bf16,$caches && only bf16 q8_0 q4_0)
             "$python" bench/peers/ggml_attention.py --threads "$threads" --dtype "$types" --seconds "$seconds" --wait "$wait" --out "$file" "${names[@]}"
             ;;

@@ -2,14 +2,14 @@
 # Runs regard's tests under AddressSanitizer: the case list and random compositions on every SIMD level that this
 # CPU has (the tests force each level themselves), historical defects, real cases, append and merge, the misuse of every argument.
 #
-#   scripts/asan.sh                  all of that, with one of each kind of the cases that are not small, some rows of each judged, and fewer
+#   scripts/asan.sh                  all of that, with one case of each kind that is not small, some rows of each judged, and fewer
 #                                    random compositions than a plain test run (REGARD_MAX_WORK, REGARD_JUDGED_ROWS and PROPTEST_CASES
 #                                    override); the unit tests, for which the library is compiled once more, are in scripts/full.sh
 #   scripts/asan.sh ARGS...          other arguments for cargo test
 #
-# What it covers: every load and store of regard itself, the vector kernels' included: reads and writes outside any
+# Covered: every load and store of regard itself, the vector kernels' included: reads and writes outside any
 # allocation, use after free, use after scope, leaks. The test profile keeps debug assertions, integer overflow checks and
-# the library's checks of unsafe preconditions on. What it does not cover: reads of uninitialized memory, data races, aliasing
+# the library's checks of unsafe preconditions on. Not covered: reads of uninitialized memory, data races, aliasing
 # rules (Miri would see these, but it is not part of a stable toolchain and executes no AVX-512), and a kernel that strays inside its own
 # workspace or operand.
 #

@@ -49,7 +49,7 @@ print(next(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] ==
 
 environment() {
     export CUDA_HOME="$home" CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-90}" PATH="$home/bin:$PATH"
-    # What candle-kernels links is found here, in stubs as in the toolkit's own folders.
+    # The libraries that candle-kernels links are here: stubs, as in the toolkit's own folders.
     export LIBRARY_PATH="$home/lib/stubs${LIBRARY_PATH:+:$LIBRARY_PATH}"
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the host's side of the CUDA backend without a GPU: every case and law runs over a stand-in for the driver (stand-in-driver/), which computes what
-# the kernels' parameters ask for, naively. What is wrong with an address, a stride, a length, a flag, a graph or a workspace shows here.
+# the kernels' parameters ask for, naively. A wrong address, stride, length, flag, graph or workspace shows here.
 #
 #     scripts/cuda-host.sh           with coverage of every module of one type and head dim
 #     scripts/cuda-host.sh short     with coverage of the modules that take every feature only, and 64 rows of each case judged (.ci/run)
@@ -35,5 +35,5 @@ export driver images target
 cargo xtask cuda list | awk '{ print $1 }' | grep bf16_128_128 | grep -E "$kept" | sort |
     awk 'NR == 1 || index($1, last) != 1 { print; last = $1 }' |
     xargs -P "$(nproc)" -I{} bash -o pipefail -c 'cover {}'
-# Where the driver takes no machine code, the modules' PTX is loaded.
+# If the driver takes no machine code, the modules' PTX is loaded.
 STAND_IN_TAKES_PTX_ONLY=1 run check --device cuda --cases=splits/ | awk '!/^ok/'

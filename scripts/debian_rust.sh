@@ -6,7 +6,7 @@
 #
 # The sourcing script sets `cache`, and defines `say` and `unavailable`.
 
-# Installs those of the given packages that are missing; needs root for that.
+# Installs the given packages that are missing; needs root for that.
 install_packages() {
     local packages=() package
     for package in "$@"; do
@@ -20,7 +20,7 @@ install_packages() {
         unavailable "apt-get could not install ${packages[*]}"
 }
 
-# What the unpacked compiler links.
+# Libraries that the unpacked compiler links.
 install_compiler_libraries() { install_packages libedit2 libxml2 libz3-4 libzstd1; }
 
 # apt with its own lists and two architectures; the machine's own lists stay as they are.

@@ -4,10 +4,10 @@
 #
 #   scripts/mac.sh [REPORT]          metal-report.md if no name is given
 #
-# REGARD_MAC_RANDOM is the number of random problems (1000). Each compiles pipelines of its own, which takes most of the time. What fails is also left
+# REGARD_MAC_RANDOM is the number of random problems (1000). Each compiles pipelines of its own, which takes most of the time. Failures are also left
 # as case files, in metal-failures/.
 #
-# Needs an Apple silicon Mac with macOS 14 or later, and Rust. Exit status: 0 if everything was right, 1 if something was not (it is in the report),
+# Needs an Apple silicon Mac with macOS 14 or later, and Rust. Exit status: 0 if everything was right, 1 if something was wrong (the report has it),
 # 3 if this is no such Mac.
 set -uo pipefail
 cd "$(dirname "$0")/.."

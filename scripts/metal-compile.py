@@ -106,7 +106,7 @@ def wrapper(text, kernel, base, arguments):
 
 
 def shipped_text():
-    """The text that regard hands to Metal, printed by an example: that of `cargo tests`, if it was built."""
+    """The text that regard hands to Metal, printed by an example: the example that `cargo tests` built, if it did."""
     command = ["cargo", "build", "--quiet", "--release", "--workspace", "--exclude", "xtask", "--example", "metal_source"]
     built = subprocess.run([*command, "--message-format=json"], cwd=ROOT, capture_output=True, text=True)
     if built.returncode != 0:
@@ -156,7 +156,7 @@ FORMATS = {"f32": 1, "e4m3": 4, "e5m2": 5, "i8": 6, "q8_0": 7, "q4_0": 8}
 
 
 def cache_pipelines():
-    """Those over caches of another type than f16 queries, at dim 128 and with the most rows."""
+    """Pipelines over caches of another type than f16 queries, at dim 128 and with the most rows."""
     shape, dims, rows = DECODE[1]
     for name, number in FORMATS.items():
         formats = {"KEY_FORMAT": number, "VALUE_FORMAT": number}
@@ -252,7 +252,8 @@ def main():
     print(f"metal-compile: {len(table)} pipelines, at most {max(used for used, _ in results)} registers, {in_memory} that spill")
     golden = GOLDEN.read_text().splitlines()
     if golden[0] != lines[0]:
-        # Another version of clang assigns other registers. That nothing is in local memory is checked above, for any version.
+        # Another version of clang assigns other registers. The check above, that nothing is in local memory, holds for
+        # any version.
         print(f"metal-compile: {GOLDEN.relative_to(ROOT)} is of another clang, and is not compared: {golden[0]}")
         return
     changed = [line for line in lines if line not in golden]

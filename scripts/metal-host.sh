@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the host's side of the Metal backend without a Mac: crates/regard/src/metal/device.rs, compiled with a stand-in for the classes of Metal
-# that it calls (crates/metal-host/stand_in), behind which the shipped kernels run. What is wrong with a buffer, an offset, a barrier, a function
-# constant, a grid or an autorelease pool shows here.
+# that it calls (crates/metal-host/stand_in), behind which the shipped kernels run. A wrong buffer, offset, barrier, function
+# constant, grid or autorelease pool shows here.
 #
 #     scripts/metal-host.sh
 #

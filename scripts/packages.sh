@@ -5,7 +5,7 @@
 #   scripts/packages.sh              pack and type-check
 #   scripts/packages.sh verify       also build and test each package as cargo verifies it
 #
-# What a package lacks (a file outside of the crate, a dependency without a version) shows here.
+# A part that a package lacks (a file outside of the crate, a dependency without a version) shows here.
 # regard-candle belongs to the workspace in examples/ and depends on a published regard, so only its
 # list of files is made.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""What the peers' scripts share: the shapes, the timing rules and the result file of `regard bench`."""
+"""Code that the peers' scripts share: the shapes, the timing rules and the result file of `regard bench`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What the peers' scripts for NVIDIA GPUs share: the shapes of `regard bench --device cuda`, its timing rules (launches over rotating operands,
+"""Code that the peers' scripts for NVIDIA GPUs share: the shapes of `regard bench --device cuda`, its timing rules (launches over rotating operands,
 recorded in a graph, between two events) and its result file. Needs torch with CUDA."""
 
 import argparse

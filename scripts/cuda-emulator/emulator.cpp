@@ -106,7 +106,7 @@ static void entry() {
     msl_switch_stack(&me->sp, main_sp);
     abort();
 }
-// What kernels find under these names is the block's of the fiber that runs.
+// Points these names, which kernels use, at the block of the fiber that runs.
 static void enter(Block &block) {
     blockIdx = block.index;
     emu_shared = block.shared;

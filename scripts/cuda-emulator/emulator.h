@@ -88,7 +88,7 @@ struct MB {
     long tx;
     volatile int phase;
 };
-// What the threads of a block share, and those of a cluster.
+// State that the threads of a block share, and the threads of its cluster see.
 struct Block {
     Dim index;
     unsigned char *shared;

@@ -52,7 +52,7 @@ static inline void mbarrier_wait(unsigned a, unsigned phase) {
     while (m.phase == (int)phase) emu_wait(&m.phase, phase);
 }
 static inline void mbarrier_wait_cluster(unsigned a, unsigned phase) { mbarrier_wait(a, phase); }
-// What the stand-in driver writes for a tensor map.
+// The contents that the stand-in driver writes into a tensor map.
 struct Map {
     char name[8];
     uint64_t address;

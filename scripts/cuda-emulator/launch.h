@@ -1,4 +1,4 @@
-// What the stand-in driver gives an emulated kernel.
+// The arguments that the stand-in driver gives an emulated kernel.
 #pragma once
 struct EmulatedLaunch {
     const AttentionParameters *attention;

@@ -11,14 +11,14 @@ for folder in ("common", "decode", "prefill", "hopper", "utility"):
 for path in REPLACED:
     name = os.path.basename(path).removesuffix(".cuh")
     shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{path}")
-# Fibers change stacks as those of the Metal kernels on the host do.
+# Fibers change stacks as the fibers of the Metal kernels on the host do.
 shutil.copy(f"{HERE}/../../crates/msl-host/runtime/switch.h", FOLDER)
 for name in ("emulator.h", "emulator.cpp", "launch.h"):
     shutil.copy(f"{HERE}/{name}", FOLDER)
 
 
 def closing(s, i):
-    """Where the parenthesis at i ends."""
+    """The end of the parenthesis at i."""
     d = 0
     while True:
         if s[i] == "(":
@@ -58,7 +58,7 @@ def store(memory, element, count):
     return cpp
 
 
-# What an instruction does, by what its text contains: from its outputs and inputs, as written in the source.
+# The C++ of an instruction, by a part of its text: made from its outputs and inputs, as written in the source.
 ASSEMBLY = [
     ("st.shared.v4.b32", lambda o, i: f"memset(emu_at({i[0]}, 16), 0, 16);"),
     ("st.global.v4.b32", store("global", "unsigned", 4)),

@@ -34,7 +34,7 @@ template <int N> struct Wgmma {
                     for (int k = 0; k < 16; k++) sum[4 * j + 2 * h + e] += A[h][k] * B[k];
             }
     }
-    // What the columns of this thread are multiplied by, of rows of the sum.
+    // Adds the products of 16 rows of the sum with the columns of this thread.
     static inline void add_columns(float (&sum)[N / 2], const float (&A)[2][16], unsigned long long b) {
         int lane = cur->tid % 32;
         unsigned from = (unsigned)b, apart = b >> 32;

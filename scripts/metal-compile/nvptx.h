@@ -39,7 +39,7 @@ inline float opaque_fma(float a, float b, float c) {
     return x;
 }
 
-// Where a thread is.
+// The place of a thread in the grid.
 #define SPECIAL(name, register)                                      \
     inline uint name() {                                             \
         uint value;                                                  \

@@ -35,7 +35,7 @@ inline float simd_shuffle_xor(float value, ushort mask) { return sub_group_shuff
 inline float simd_shuffle(float value, ushort lane) { return sub_group_shuffle(value, lane); }
 inline float opaque_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// Where a thread is.
+// The place of a thread in the grid.
 inline uint thread_index_in_threadgroup() { return get_local_id(0); }
 inline uint thread_index_in_simdgroup() { return get_sub_group_local_id(); }
 inline uint simdgroup_index_in_threadgroup() { return get_sub_group_id(); }

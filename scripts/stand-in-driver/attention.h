@@ -1,4 +1,4 @@
-// What the kernels' parameters ask for, computed one row and one key at a time: docs/semantics.md in C++.
+// Computes the results that the kernels' parameters ask for, one row and one key at a time: docs/semantics.md in C++.
 #pragma once
 #include "../../crates/regard/src/cuda/kernels/common/parameters.cuh"
 #include <algorithm>
@@ -68,7 +68,7 @@ inline int int_at(unsigned long long address, long long index) { return ((const 
 
 inline int clamped(long long x, long long low, long long high) { return (int)std::min(std::max(x, low), high); }
 
-// Where one sequence's rows and keys are.
+// The place of one sequence's rows and keys.
 struct Sequence {
     int index, q_start, q_len, kv_start, kv_len;
     long long offset, key_offset;
@@ -97,7 +97,7 @@ inline long long place_of_key(const AttentionParameters &p, const Sequence &s, l
     if (!p.block_size) {
         return p.cu_seqlens_k ? (s.kv_start + key) * strides.token : s.index * strides.batch + key * strides.token;
     }
-    // Without a block table keys are physical slots, also those of listed pages.
+    // Without a block table keys are physical slots, also keys of listed pages.
     long long entry = p.block_table ? int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size) : key / p.block_size;
     return clamped(entry, 0, p.blocks - 1) * strides.batch + key % p.block_size * strides.token;
 }

@@ -242,7 +242,7 @@ int cuMemFreeAsync(unsigned long long address, void *) { return std::free((void 
 int cuMemsetD8Async(unsigned long long to, unsigned char byte, size_t bytes, void *) { return std::memset((void *)to, byte, bytes), 0; }
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, void *) { return std::memcpy((void *)to, from, bytes), 0; }
 int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, void *) { return std::memcpy(to, (void *)from, bytes), 0; }
-// Those that wait: the C interface's test in Python uses them.
+// Synchronous forms: the C interface's test in Python uses them.
 int cuMemsetD8_v2(unsigned long long to, unsigned char byte, size_t bytes) { return cuMemsetD8Async(to, byte, bytes, nullptr); }
 int cuMemcpyHtoD_v2(unsigned long long to, const void *from, size_t bytes) { return cuMemcpyHtoDAsync_v2(to, from, bytes, nullptr); }
 int cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t bytes) { return cuMemcpyDtoHAsync_v2(to, from, bytes, nullptr); }

@@ -3,7 +3,7 @@
 #include "attention.h"
 #include <cstdio>
 
-// What the stand-in writes where the driver would write a CUtensorMap.
+// The contents that the stand-in writes in place of the driver's CUtensorMap.
 struct Encoded {
     char name[8];
     unsigned long long address, dims[4], strides[3];

@@ -191,7 +191,7 @@ pub fn operand<'a>(tensor: &Tensor<'a>) -> Result<Tensor<'a, MetalMemory>, Error
 /// A host tensor that is written, as [`operand`].
 ///
 /// # Errors
-/// As there.
+/// As [`operand`].
 pub fn operand_mut<'a>(tensor: &'a mut TensorMut) -> Result<TensorMut<'a, MetalMemory>, Error> {
     let place = tensor.as_mut_ptr() as usize;
     host_memory().tensor_mut(place, tensor.dtype(), tensor.shape(), Some(tensor.strides()))

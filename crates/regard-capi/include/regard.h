@@ -1,9 +1,9 @@
 // regard: fused attention for LLM inference. The C interface.
 //
-// Written by `cargo xtask header` from crates/regard-capi. Do not edit. The guide, with a complete program, is docs/c-abi.md; what is
-// computed, to the last detail, is docs/semantics.md.
+// Written by `cargo xtask header` from crates/regard-capi. Do not edit. The guide, with a complete program, is docs/c-abi.md.
+// docs/semantics.md defines the results, to the last detail.
 //
-// What holds for every function:
+// Rules for every function:
 // - Pointers to structs are null or point to a struct of that type; tensors describe memory that is there. regard checks shapes,
 //   strides, lengths and tables against each other, but cannot see how much memory an address has behind it.
 // - Inputs are neither written nor freed. Write no input, and touch neither outputs nor workspace, until the call returns (on
@@ -76,8 +76,8 @@
 #define REGARD_CHUNK (1 << 13)
 
 // Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
-// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
-// values; `v_scales` is null, or the same view.
+// `v` is that view of `k`, or null: then Dv is the head dim of `out`. The scales of keys are the
+// scales of values too; `v_scales` is null, or the same view.
 #define REGARD_VALUES_KEY_PREFIX (1 << 14)
 
 // Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
@@ -230,8 +230,8 @@ typedef int32_t regard_device_kind;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// How a problem runs on a device. Made once, run many times, from any number of threads at once
-// (each run with separate workspace and outputs).
+// The execution of a problem on a device. Made once, run many times, from any number of threads at
+// once (each run with separate workspace and outputs).
 typedef struct regard_plan regard_plan;
 
 // Work that an executor's threads are to do.
@@ -436,7 +436,7 @@ typedef struct regard_problem {
   int64_t kv_heads;
   // Head dim of queries and keys, 1 to 576.
   int64_t head_dim;
-  // Head dim of values and outputs, 1 to 576; 0 for that of the keys.
+  // Head dim of values and outputs, 1 to 576; 0 for the head dim of the keys.
   int64_t value_dim;
   // The longest query of any sequence.
   int64_t query_len;
@@ -551,11 +551,11 @@ typedef struct regard_block_copies {
   // slots; a pool with something per block instead of per slot has 1 in place of `block_size`.
   // Written.
   const struct regard_tensor *const *pools;
-  // How many pools there are.
+  // Number of pools.
   size_t pool_count;
   // `copy_count` copies, to be made in this order.
   const struct regard_block_copy *copies;
-  // How many copies there are.
+  // Number of copies.
   size_t copy_count;
 } regard_block_copies;
 
@@ -579,18 +579,18 @@ typedef struct regard_merge {
   const struct regard_tensor *lse;
 } regard_merge;
 
-// Where the tile map of a mask stands in the workspace: a byte for each sequence, head, block of
-// rows and K tile, in this order, without gaps. 0: the mask hides all keys of the tile from all
-// rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2: neither, or
-// not known; results are as right then, but on a GPU not always to the bit.
+// The place of a mask's tile map in the workspace, and its extents: a byte for each sequence,
+// head, block of rows and K tile, in this order, without gaps. 0: the mask hides all keys of the
+// tile from all rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2:
+// neither, or not known; results are as right then, but on a GPU not always to the bit.
 typedef struct regard_tile_map {
   // `sizeof(regard_tile_map)`, in bytes.
   size_t size;
   // Offset in the workspace, in bytes.
   size_t at;
-  // Size of the map, in bytes; 0 where there is none.
+  // Size of the map, in bytes; 0 if there is none.
   size_t bytes;
-  // Sequences; 1 where the mask is the same for all.
+  // Sequences; 1 if the mask is the same for all.
   int64_t batch;
   // Query heads, likewise. On Metal, key/value heads.
   int64_t heads;
@@ -631,9 +631,9 @@ regard_status regard_problem_of(const struct regard_operands *operands,
                                 const struct regard_device *device,
                                 struct regard_problem *problem);
 
-// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not.
-// `reason` may be null; otherwise it is set to the reason, or to null where there is none. The
-// text is that of `regard_last_error`, and as long valid.
+// Asks if a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` with a
+// reason. `reason` may be null; otherwise it is set to the reason, or to null if there is none.
+// The text is the text of `regard_last_error`, and is valid as long.
 regard_status regard_can_implement(const struct regard_problem *problem,
                                    const struct regard_device *device,
                                    const char **reason);
@@ -742,11 +742,11 @@ regard_status regard_device_save_archive(const struct regard_device *device,
                                          const char *path,
                                          size_t *pipelines);
 
-// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
+// Computes the schedule of a step: the division of decode's work on a GPU, and the sequences that
 // share prefixes. All layers of a step have the same lengths, so one call serves all of them:
 // `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
-// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
-// graph can have both. On the CPU and on Metal this does nothing.
+// offsets and prefix groups are read. Work on `stream` as `regard_plan_run`; a captured graph can
+// have both. On the CPU and on Metal this does nothing.
 regard_status regard_plan_schedule(const struct regard_plan *plan,
                                    const struct regard_operands *operands,
                                    void *workspace,
@@ -754,10 +754,10 @@ regard_status regard_plan_schedule(const struct regard_plan *plan,
                                    void *stream);
 
 // `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
-// same bits. That call was before this one, on the same stream or in order with it, with the same
-// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
-// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
-// has written lengths, offsets, block tables or prefix groups.
+// same bits. The call of `regard_plan_schedule` came before this one, on the same stream or in
+// order with it, with the same plan and workspace, and operands of the same shapes, options,
+// lengths, offsets and prefix groups. Since then nothing else has used the workspace but runs with
+// that schedule, and nothing has written lengths, offsets, block tables or prefix groups.
 regard_status regard_plan_run_scheduled(const struct regard_plan *plan,
                                         const struct regard_operands *operands,
                                         void *workspace,
@@ -767,18 +767,18 @@ regard_status regard_plan_run_scheduled(const struct regard_plan *plan,
 // Makes the tile map of the mask in the workspace: which tiles of rows and keys the mask hides or
 // leaves unchanged. Layers that share a mask make it once, and read it with
 // `regard_plan_run_mapped`. Of the operands, only shapes and the mask are read. Work on `stream`
-// as that of `regard_plan_run`; a captured graph can have both. Where no map is used
-// (`regard_plan_tile_map`) this does nothing.
+// as `regard_plan_run`; a captured graph can have both. If no map is used
+// (`regard_plan_tile_map`), this does nothing.
 regard_status regard_plan_map_mask(const struct regard_plan *plan,
                                    const struct regard_operands *operands,
                                    void *workspace,
                                    size_t workspace_bytes,
                                    void *stream);
 
-// `regard_plan_run` with the tile map that the workspace has: of `regard_plan_map_mask`, on the
+// `regard_plan_run` with the tile map in the workspace. `regard_plan_map_mask` has made it, on the
 // same stream or in order with this call, with the same plan, mask, and operands of the same
-// shapes; or written by the caller where `regard_plan_tile_map` says. With the same map, the same
-// bits. Runs leave a map as it is. With that of another mask, results are meaningless.
+// shapes; or the caller has written it as `regard_plan_tile_map` describes. With the same map, the
+// same bits. Runs leave a map as it is. With the map of another mask, results are meaningless.
 regard_status regard_plan_run_mapped(const struct regard_plan *plan,
                                      const struct regard_operands *operands,
                                      void *workspace,

@@ -602,8 +602,7 @@ pub unsafe fn operands<'a, M: Place>(
     Ok((inputs, Outputs { out, lse }))
 }
 
-/// A caller's problem, as regard knows it. Whether its numbers make sense together is not checked
-/// here.
+/// A caller's problem, as regard knows it. Does not check that its numbers make sense together.
 pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
     let options = Options::new("problem", given.options, OF_PROBLEM)?;
     let rows = (REGARD_RAGGED_QUERIES, "REGARD_RAGGED_QUERIES");

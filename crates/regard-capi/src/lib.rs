@@ -35,8 +35,8 @@ use std::sync::OnceLock;
 use step::Memory;
 use types::{Device, Operands, Status};
 
-/// How a problem runs on a device. Made once, run many times, from any number of threads at once
-/// (each run with separate workspace and outputs).
+/// The execution of a problem on a device. Made once, run many times, from any number of threads at
+/// once (each run with separate workspace and outputs).
 pub struct Plan {
     plan: regard::Plan,
     runner: Runner,
@@ -106,9 +106,9 @@ pub unsafe extern "C" fn regard_problem_of(
     })
 }
 
-/// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not.
-/// `reason` may be null; otherwise it is set to the reason, or to null where there is none. The
-/// text is that of `regard_last_error`, and as long valid.
+/// Asks if a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` with a
+/// reason. `reason` may be null; otherwise it is set to the reason, or to null if there is none.
+/// The text is the text of `regard_last_error`, and is valid as long.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_can_implement(
     problem: *const types::Problem,

@@ -1,4 +1,5 @@
-//! How calls end: a status for the caller, words for this thread, and no panic beyond.
+//! The end of every call: a status for the caller, an error message for this thread, and no panic
+//! that unwinds into C.
 
 use crate::types::Status;
 use regard::Error;

@@ -83,11 +83,11 @@ pub unsafe fn run(
     }
 }
 
-/// Computes the schedule of a step: how the work of decode is divided on a GPU, and which sequences
+/// Computes the schedule of a step: the division of decode's work on a GPU, and the sequences that
 /// share prefixes. All layers of a step have the same lengths, so one call serves all of them:
 /// `regard_plan_run_scheduled` reads it from the workspace. Of the operands, only shapes, lengths,
-/// offsets and prefix groups are read. Work on `stream` as that of `regard_plan_run`; a captured
-/// graph can have both. On the CPU and on Metal this does nothing.
+/// offsets and prefix groups are read. Work on `stream` as `regard_plan_run`; a captured graph can
+/// have both. On the CPU and on Metal this does nothing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_schedule(
     plan: *const Plan,
@@ -120,10 +120,10 @@ pub unsafe extern "C" fn regard_plan_schedule(
 }
 
 /// `regard_plan_run` with the schedule that `regard_plan_schedule` has left in the workspace; the
-/// same bits. That call was before this one, on the same stream or in order with it, with the same
-/// plan and workspace, and operands of the same shapes, options, lengths, offsets and prefix
-/// groups. Since then nothing else has used the workspace but runs with that schedule, and nothing
-/// has written lengths, offsets, block tables or prefix groups.
+/// same bits. The call of `regard_plan_schedule` came before this one, on the same stream or in
+/// order with it, with the same plan and workspace, and operands of the same shapes, options,
+/// lengths, offsets and prefix groups. Since then nothing else has used the workspace but runs with
+/// that schedule, and nothing has written lengths, offsets, block tables or prefix groups.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run_scheduled(
     plan: *const Plan,
@@ -142,8 +142,8 @@ pub unsafe extern "C" fn regard_plan_run_scheduled(
 /// Makes the tile map of the mask in the workspace: which tiles of rows and keys the mask hides or
 /// leaves unchanged. Layers that share a mask make it once, and read it with
 /// `regard_plan_run_mapped`. Of the operands, only shapes and the mask are read. Work on `stream`
-/// as that of `regard_plan_run`; a captured graph can have both. Where no map is used
-/// (`regard_plan_tile_map`) this does nothing.
+/// as `regard_plan_run`; a captured graph can have both. If no map is used
+/// (`regard_plan_tile_map`), this does nothing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_map_mask(
     plan: *const Plan,
@@ -181,10 +181,10 @@ pub unsafe extern "C" fn regard_plan_map_mask(
     })
 }
 
-/// `regard_plan_run` with the tile map that the workspace has: of `regard_plan_map_mask`, on the
+/// `regard_plan_run` with the tile map in the workspace. `regard_plan_map_mask` has made it, on the
 /// same stream or in order with this call, with the same plan, mask, and operands of the same
-/// shapes; or written by the caller where `regard_plan_tile_map` says. With the same map, the same
-/// bits. Runs leave a map as it is. With that of another mask, results are meaningless.
+/// shapes; or the caller has written it as `regard_plan_tile_map` describes. With the same map, the
+/// same bits. Runs leave a map as it is. With the map of another mask, results are meaningless.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run_mapped(
     plan: *const Plan,

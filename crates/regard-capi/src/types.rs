@@ -114,8 +114,8 @@ pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
 /// attention).
 pub const REGARD_CHUNK: u32 = 1 << 13;
 /// Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
-/// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
-/// values; `v_scales` is null, or the same view.
+/// `v` is that view of `k`, or null: then Dv is the head dim of `out`. The scales of keys are the
+/// scales of values too; `v_scales` is null, or the same view.
 pub const REGARD_VALUES_KEY_PREFIX: u32 = 1 << 14;
 /// Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
 /// without a `block_table`. Nothing that needs positions or lengths may be given.
@@ -422,11 +422,11 @@ pub struct BlockCopies {
     /// slots; a pool with something per block instead of per slot has 1 in place of `block_size`.
     /// Written.
     pub pools: *const *const Tensor,
-    /// How many pools there are.
+    /// Number of pools.
     pub pool_count: usize,
     /// `copy_count` copies, to be made in this order.
     pub copies: *const BlockCopy,
-    /// How many copies there are.
+    /// Number of copies.
     pub copy_count: usize,
 }
 
@@ -446,7 +446,7 @@ pub struct Problem {
     pub kv_heads: i64,
     /// Head dim of queries and keys, 1 to 576.
     pub head_dim: i64,
-    /// Head dim of values and outputs, 1 to 576; 0 for that of the keys.
+    /// Head dim of values and outputs, 1 to 576; 0 for the head dim of the keys.
     pub value_dim: i64,
     /// The longest query of any sequence.
     pub query_len: i64,
@@ -495,10 +495,10 @@ pub const REGARD_PREPARED_SCHEDULE: u32 = 1 << 0;
 /// Of `regard_plan_run_prepared`: the workspace has the tile map of the mask.
 pub const REGARD_PREPARED_TILE_MAP: u32 = 1 << 1;
 
-/// Where the tile map of a mask stands in the workspace: a byte for each sequence, head, block of
-/// rows and K tile, in this order, without gaps. 0: the mask hides all keys of the tile from all
-/// rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2: neither, or
-/// not known; results are as right then, but on a GPU not always to the bit.
+/// The place of a mask's tile map in the workspace, and its extents: a byte for each sequence,
+/// head, block of rows and K tile, in this order, without gaps. 0: the mask hides all keys of the
+/// tile from all rows of the block. 1: it changes no score (on the CPU, of a boolean mask only). 2:
+/// neither, or not known; results are as right then, but on a GPU not always to the bit.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TileMap {
@@ -506,9 +506,9 @@ pub struct TileMap {
     pub size: usize,
     /// Offset in the workspace, in bytes.
     pub at: usize,
-    /// Size of the map, in bytes; 0 where there is none.
+    /// Size of the map, in bytes; 0 if there is none.
     pub bytes: usize,
-    /// Sequences; 1 where the mask is the same for all.
+    /// Sequences; 1 if the mask is the same for all.
     pub batch: i64,
     /// Query heads, likewise. On Metal, key/value heads.
     pub heads: i64,

@@ -347,7 +347,7 @@ def broadcast(regard, memory):
 
 
 def step(regard, memory, rows):
-    """What the layers of a step share, its schedule and the tile map of a mask: runs that read them give the bits of a plain run."""
+    """The schedule and the tile map of a mask, which the layers of a step share: runs that read them give the bits of a plain run."""
     heads, kv_heads, dim, slots, kv_len = 4, 2, 16, 600, 550
     random.seed(2)
     noise = lambda count: array.array("f", (random.gauss(0, 1) for _ in range(count)))

@@ -1,11 +1,12 @@
-//! Two models of candle-transformers, as their files are: what they call `candle_flash_attn` is
-//! regard-candle. Their own attention, of candle's matrix products and softmax, is the reference.
+//! Two models of candle-transformers, as their files are: the crate that they call
+//! `candle_flash_attn` is regard-candle. Their own attention, of candle's matrix products and
+//! softmax, is the reference.
 
 #[allow(warnings, clippy::all, reason = "sources of candle-transformers")]
 mod sources {
     include!(concat!(env!("OUT_DIR"), "/models.rs"));
 }
-// Where the models look for each other's files: `crate::utils`, `crate::models::with_tracing`.
+// The models import each other's files as `crate::utils` and `crate::models::with_tracing`.
 use sources::{models, quantized_var_builder, utils};
 
 use candle::{D, DType, Device, Result, Tensor};

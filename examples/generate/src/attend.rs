@@ -26,7 +26,7 @@ pub trait Attend {
     fn spent(&self) -> Duration;
 }
 
-/// How sequences of a step affect each other.
+/// The effect that sequences of a step may have on each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
     /// Sequences that share pages read them together.

@@ -1,10 +1,10 @@
-//! How a cache stores keys and values.
+//! The storage of keys and values in a cache.
 
 use candle_core::{DType, Device, Result, Tensor};
 use clap::ValueEnum;
 use regard_candle::{CacheFormat, CacheShape, PagedCache, regard};
 
-/// The type of keys and values in a cache; those of 8 and 4 bits are quantized as they are written.
+/// The type of keys and values in a cache. Types of 8 and 4 bits are quantized as they are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum CacheType {
     /// As the model computes them

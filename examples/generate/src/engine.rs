@@ -17,21 +17,21 @@ use regard_candle::{CacheShape, PagedCache};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How an [`Engine`] serves.
+/// Settings of an [`Engine`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
     /// Pages of the cache.
     pub blocks: usize,
     /// Tokens per page.
     pub block_size: usize,
-    /// How the cache stores keys and values.
+    /// The storage of keys and values in the cache.
     pub cache: CacheType,
     /// Requests that run at once, at most.
     pub requests: usize,
     /// Maximum tokens per step; decodes come first, prompts take the rest. At least `requests`.
     pub step_tokens: usize,
-    /// Whether requests read shared pages together, and whether a request's answer may depend on
-    /// what runs beside it.
+    /// Sharing between requests: reading shared pages together, and letting a request's answer
+    /// depend on the requests beside it.
     pub mode: Mode,
     /// Whether requests share the pages of a common beginning.
     pub share_prefixes: bool,
@@ -73,13 +73,13 @@ pub struct Event {
     pub request: RequestId,
     /// The next token of the answer.
     pub token: u32,
-    /// Its score, less that of the runner-up.
+    /// Its score, less the runner-up's score.
     pub margin: f32,
     /// Whether it is the last one: a stop token, or the requested maximum.
     pub last: bool,
 }
 
-/// What has happened so far.
+/// Counts of the work up to now.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Statistics {
     /// Steps.
@@ -257,7 +257,7 @@ impl<'a> Engine<'a> {
         self.waiting.is_empty() && self.running.is_empty()
     }
 
-    /// What has happened so far.
+    /// Counts of the work up to now.
     pub fn statistics(&self) -> Statistics {
         self.statistics
     }
@@ -401,7 +401,7 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    /// Where the beginning of a waiting request has been computed, as far as possible.
+    /// The place where the beginning of a waiting request has been computed, as far as possible.
     fn shared_beginning(&self, job: &Job) -> Beginning {
         if !self.settings.share_prefixes {
             return Beginning::Nowhere;
@@ -490,7 +490,7 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// Where the beginning of a request has been computed.
+/// The place where the beginning of a request has been computed.
 enum Beginning {
     /// In this sequence, so many tokens.
     Here(SequenceId, usize),

@@ -32,7 +32,7 @@ struct Arguments {
     /// Many questions, one per line, served together
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// What the model is told before each question
+    /// Instructions to the model before each question
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Continue the text as it stands, without the model's chat template
@@ -56,7 +56,7 @@ struct Arguments {
     /// Tokens per page
     #[arg(long, value_name = "N", default_value_t = Settings::default().block_size)]
     block_size: usize,
-    /// How the cache stores keys and values
+    /// Storage of keys and values in the cache
     #[arg(long, value_enum, default_value_t = CacheType::Model)]
     cache: CacheType,
     /// An answer's bits do not depend on what runs beside it
@@ -68,13 +68,13 @@ struct Arguments {
     /// Compute and store every prompt on its own
     #[arg(long)]
     no_shared_prefixes: bool,
-    /// How matrix products are computed
+    /// Arithmetic of matrix products
     #[arg(long, value_enum, default_value_t = Weights::Quantised)]
     products: Weights,
-    /// Where the model runs: cpu, cuda or cuda:N
+    /// Device of the model: cpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = generate::device)]
     device: Device,
-    /// Who computes attention; candle's serves one request after the other
+    /// Implementation of attention; candle's serves one request after the other
     #[arg(long, value_enum, default_value_t = Attention::Regard)]
     attention: Attention,
     /// Write prompts, answers and margins as token ids
@@ -108,7 +108,7 @@ struct Answer {
     text: String,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
-    /// Each token's score, less that of the runner-up.
+    /// Each token's score, less the runner-up's score.
     margins: Vec<f32>,
     answer: String,
 }

@@ -11,7 +11,7 @@ use std::io::BufReader;
 use std::path::Path;
 use std::sync::Arc;
 
-/// How matrix products are computed.
+/// Arithmetic of matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Weights {
     /// Candle's quantized products
@@ -47,7 +47,7 @@ pub struct Config {
     pub head_dim: usize,
     /// Base of the rotary frequencies.
     pub rope_base: f32,
-    /// What the norms add under the root.
+    /// The number that norms add under the root.
     pub norm_epsilon: f64,
     /// The longest sequence that the model was trained for.
     pub context: usize,
@@ -56,7 +56,7 @@ pub struct Config {
 /// A model without trained weights: the sizes of one that has them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
-    /// What attention has to do with.
+    /// The part of the sizes that attention depends on.
     pub config: Config,
     /// Width of the feed-forward layers.
     pub feed_forward: usize,
@@ -243,7 +243,7 @@ impl Llama {
         }
         let norm = reader.norm("output_norm.weight")?;
         let embedding = reader.product(embedding)?;
-        // Without a matrix of its own the output shares that of the embedding.
+        // Without a matrix of its own the output shares the matrix of the embedding.
         let output = match content.tensor_infos.contains_key("output.weight") {
             true => reader.matrix("output.weight")?,
             false => embedding.clone(),
@@ -305,7 +305,7 @@ impl Llama {
         })
     }
 
-    /// Where it runs.
+    /// Its device.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -315,7 +315,7 @@ impl Llama {
         &self.config
     }
 
-    /// How its matrix products are computed.
+    /// The arithmetic of its matrix products.
     pub fn weights(&self) -> Weights {
         self.weights
     }

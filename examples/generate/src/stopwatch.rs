@@ -1,4 +1,4 @@
-//! Time spent in a part of the work: the host's, or that of a GPU's stream.
+//! Time spent in a part of the work: time of the host, or of a GPU's stream.
 
 use candle_core::{Device, Result};
 use std::time::{Duration, Instant};
@@ -37,7 +37,7 @@ impl Stopwatch {
     /// Does the work.
     ///
     /// # Errors
-    /// Those of the work, and of a GPU that records nothing.
+    /// Errors of the work, and of a GPU that records nothing.
     pub fn time<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         #[cfg(feature = "cuda")]
         if let Some(stream) = &self.stream {

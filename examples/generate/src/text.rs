@@ -106,7 +106,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// What a token adds; nothing while a character is incomplete.
+    /// The text that a token adds; empty while a character is incomplete.
     ///
     /// # Errors
     /// If the tokenizer fails.

@@ -38,8 +38,8 @@ fn solo(model: &Llama, request: &Request) -> Vec<(u32, u32)> {
     bits(&run(&mut engine, std::slice::from_ref(request))[0])
 }
 
-/// How far the margins of two answers are apart, up to the first token in which they differ, and
-/// that token's place.
+/// The largest difference between the margins of two answers, up to the first token in which they
+/// differ, and that token's place.
 fn apart(a: &[(u32, f32)], b: &[(u32, f32)]) -> (f32, Option<usize>) {
     let different = a.iter().zip(b).position(|(a, b)| a.0 != b.0);
     let same = different.unwrap_or(a.len().min(b.len()));
@@ -65,7 +65,7 @@ fn greedy_answers_are_those_of_candles_own_attention() {
             alone(&model, &mut Composed::new(layers, 1, &Device::Cpu).expect("a CPU"), request)
                 .expect("runs");
         let flash = alone(&model, &mut Flash::new(layers, CONTEXT), request).expect("runs");
-        // What rounding does: candle's two attentions against each other.
+        // The effect of rounding: candle's two attentions against each other.
         candle = candle.max(apart(&composed, &flash).0);
         for other in [&composed, &flash] {
             let (error, different) = apart(&answer, other);
@@ -79,8 +79,8 @@ fn greedy_answers_are_those_of_candles_own_attention() {
          {candle:.1e}",
         differences.len()
     );
-    // Where the best token is another, both find the two within rounding; elsewhere we are no
-    // further off than candle from itself.
+    // If the best tokens differ, both implementations have the two tokens within rounding.
+    // Otherwise regard is no further from candle than candle's two attentions from each other.
     assert!(ours <= 2.0 * candle, "{ours} {candle}");
     assert!(differences.iter().all(|&margins| margins <= 2.0 * candle), "{differences:?} {candle}");
     assert!(tokens > 8 * 48, "{tokens}");

@@ -189,10 +189,10 @@ fn run(gpu: &Gpu, inputs: &regard::Inputs, outputs: &mut regard::Outputs, mapped
     lse.iter().for_each(Upload::download);
 }
 
-/// Where the tile map stands.
+/// The expected place and size of the tile map.
 ///
 /// # Safety
-/// The plan lives, and the operands are those of a run.
+/// The plan lives, and the operands are operands of a run.
 unsafe fn expected_map(plan: *const Plan, operands: &types::Operands) -> types::TileMap {
     let mut map = types::TileMap { size: size_of::<types::TileMap>(), ..Default::default() };
     // SAFETY: the caller's promise.

@@ -21,7 +21,7 @@ static int32_t lens_data[BATCH] = {KEYS, 20};
 static double expected_out[BATCH][QUERY_HEADS][DIM];
 static double expected_lse[BATCH][QUERY_HEADS];
 
-/* What the formula can have besides the operands. */
+/* The parts of the formula besides the operands. */
 typedef struct {
     double scale, softcap;
     const float *sinks, *slopes;
@@ -465,7 +465,7 @@ static void one_plan_on_many_threads(void) {
     regard_plan_destroy(plan);
 }
 
-/* Whatever numbers descriptors hold, the answer is a status: nothing crashes, and a plan that is made can be asked and freed. */
+/* The answer to any numbers in descriptors is a status: nothing crashes, and a plan that is made can be asked and freed. */
 static void nonsense(void) {
     static const int64_t numbers[] = {0, 1, 2, 3, 4, 5, 16, 37, 64, 576, 577, -1, 70000, INT64_MAX, INT64_MIN, (int64_t)1 << 40};
     enum { NUMBERS = sizeof numbers / sizeof *numbers, TENSORS = 5, ROUNDS = 20000 };
@@ -749,7 +749,7 @@ static void standard_slopes(void) {
     float slopes[13];
     slopes[12] = -1;
     EXPECT(regard_alibi_slopes(12, slopes) == REGARD_STATUS_OK);
-    /* Those of 8 heads, then every second one of 16. */
+    /* The slopes of 8 heads, then every second slope of 16. */
     for (int h = 0; h < 8; h++) EXPECT(slopes[h] == (float)exp2(-(h + 1)));
     for (int h = 8; h < 12; h++) EXPECT(fabs(slopes[h] - exp2(-0.5 * (2 * (h - 8) + 1))) < 1e-7);
     EXPECT(slopes[12] == -1);

@@ -220,7 +220,7 @@ static void quantizing_appends(void) {
     EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_ARGUMENT, "`v_scales");
 }
 
-/* Lists of the keys that rows attend to: the first 10 of them are those of a sequence of 10 keys. */
+/* Lists of the keys that rows attend to: the first 10 are the keys of a sequence of 10 keys. */
 static void lists_of_keys(void) {
     enum { D = 32, LEN = 12, ROWS = KEYS * KV_HEADS };
     static float queries[2 * QUERY_HEADS * D], keys[ROWS * D], values[ROWS * D], results[2][2 * QUERY_HEADS * D];

@@ -273,7 +273,7 @@ static void shared_memory(void) {
             EXPECT(strstr(regard_last_error(), names[i]) != NULL);
         }
         EXPECT(regard_plan_run(plan, &o, places[i] - bytes, bytes, NULL) == REGARD_STATUS_OK);
-        /* What is more than was asked for is none of the library's. */
+        /* The library does not use bytes past the size that it asked for. */
         EXPECT(regard_plan_run(plan, &o, places[i] - bytes, bytes + last, NULL) == REGARD_STATUS_OK);
     }
     EXPECT_ERROR(regard_plan_run(plan, &o, (void *)(UINTPTR_MAX - 8), bytes, NULL), REGARD_STATUS_ARGUMENT, "`workspace` is 0xfff");

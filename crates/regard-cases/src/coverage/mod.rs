@@ -90,7 +90,7 @@ impl CoverageCase {
     /// Runs the case: as [`Case::run`], but the log-sum-exp is asked for only if it should be.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Case::run`].
     pub fn run(
         &self,
         data: &Case,

@@ -1,6 +1,6 @@
-//! What the storage of the cache does to a model: `accuracy --model FILE --text FILE --prompts
-//! FILE` prints, for each cache, bytes per token, the perplexity of a text, and how far greedy
-//! answers agree with those over the first cache.
+//! The effect of the cache's storage on a model: `accuracy --model FILE --text FILE --prompts FILE`
+//! prints, for each cache, bytes per token, the perplexity of a text, and the agreement of greedy
+//! answers with the answers over the first cache.
 
 use candle_core::{D, Device, Error, Result};
 use clap::Parser;
@@ -32,10 +32,10 @@ struct Arguments {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 128)]
     answer: usize,
-    /// How matrix products are computed
+    /// Arithmetic of matrix products
     #[arg(long, value_enum, default_value_t = Weights::F32)]
     products: Weights,
-    /// Caches; answers are compared with those of the first
+    /// Caches; answers are compared with the answers over the first
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [
         CacheType::F16, CacheType::Bf16, CacheType::I8, CacheType::E4m3, CacheType::E5m2,
         CacheType::Q8_0, CacheType::Q4_0,
@@ -141,7 +141,7 @@ fn answers(
     questions: &[&str],
     max_tokens: usize,
 ) -> Result<(Vec<Vec<u32>>, usize)> {
-    // What is compared is the cache alone: no answer depends on what ran beside it.
+    // Only the caches are compared: no answer depends on the requests that ran beside it.
     let settings = Settings { cache, mode: Mode::BatchInvariant, ..Settings::default() };
     let mut engine = Engine::new(model, settings)?;
     let mut requests: BTreeMap<RequestId, usize> = BTreeMap::new();

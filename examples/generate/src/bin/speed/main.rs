@@ -1,5 +1,5 @@
-//! How fast a model is served, and what attention takes of it: measured into JSON files, which
-//! become a table and a picture.
+//! Measures the speed at which a model is served, and the share of attention. Writes JSON files,
+//! which become a table and a picture.
 //!
 //! Each measurement takes about a minute. The machine should have nothing else to do.
 
@@ -31,7 +31,7 @@ enum Command {
         /// Tokens before the step
         #[arg(long, default_value_t = 2048)]
         context: usize,
-        /// Where the results go
+        /// File of the results
         #[arg(long)]
         out: PathBuf,
     },
@@ -43,7 +43,7 @@ enum Command {
         /// Tokens of each prompt
         #[arg(long, default_value_t = 512)]
         prompt: usize,
-        /// Where the results go
+        /// File of the results
         #[arg(long)]
         out: PathBuf,
     },
@@ -58,7 +58,7 @@ enum Command {
         /// Tokens that all prompts begin with
         #[arg(long, default_value_t = 1024)]
         shared: usize,
-        /// Where the results go
+        /// File of the results
         #[arg(long)]
         out: PathBuf,
         /// Measure one way in this process, and print it
@@ -76,7 +76,7 @@ enum Command {
         /// Tokens that all prompts begin with
         #[arg(long, default_value_t = 2048)]
         shared: usize,
-        /// Where the results go
+        /// File of the results
         #[arg(long)]
         out: PathBuf,
     },
@@ -97,16 +97,16 @@ enum Command {
             default_value = "1x512,16x512,64x512,256x512,8x2048,8x8192,8x32768"
         )]
         at: Vec<(usize, usize)>,
-        /// Where the results go
+        /// File of the results
         #[arg(long)]
         out: PathBuf,
     },
     /// The table, in Markdown, and the picture
     Report {
-        /// What `share`, `rate`, `memory` and `prefix` wrote
+        /// Files that `share`, `rate`, `memory` and `prefix` wrote
         #[arg(required = true)]
         results: Vec<PathBuf>,
-        /// Where the picture goes
+        /// File of the picture
         #[arg(long)]
         plot: PathBuf,
     },
@@ -180,7 +180,7 @@ fn point(text: &str) -> std::result::Result<(usize, usize), String> {
         .ok_or_else(|| "requests and tokens, such as 16x512".to_string())
 }
 
-/// What the measurements found.
+/// The results of the measurements.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default)]
 struct Results {

@@ -10,7 +10,7 @@ use regard_candle::{CacheShape, PagedCache};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How matrix products are computed, as the results name it.
+/// Arithmetic of matrix products, as the results name it.
 pub const PRODUCTS: [&str; 2] = ["f32", "quantized"];
 
 /// Rounds, in each of which all attentions take turns, so that a machine that changes its pace does
@@ -35,7 +35,8 @@ pub fn tokens(count: usize, seed: usize) -> Vec<u32> {
     (0..count).map(|i| 20 + ((i * 7919 + seed * 104_729) % 20_000) as u32).collect()
 }
 
-/// Who computes the attention of one sequence, its cache full up to the context.
+/// The implementation that computes the attention of one sequence, its cache full up to the
+/// context.
 enum Contender {
     Candle(Box<dyn Attend>),
     Regard { cache: Box<PagedCache>, pages: PageAllocator, sequence: regard::paged::SequenceId },
@@ -101,7 +102,7 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
         ];
         let mut times: Vec<(Vec<f64>, Vec<f64>)> = vec![Default::default(); contenders.len()];
         for (_, contender) in &mut contenders {
-            // What the keys are does not matter for the time: random ones fill the cache, a layer
+            // The time does not depend on the contents of keys: random keys fill the cache, a layer
             // at a time.
             contender.advance(context, model.weights(), &mut |attend| {
                 (0..layers).try_for_each(|layer| {

@@ -14,7 +14,7 @@ const SIZE: (u32, u32) = (1100, 420);
 const FONT: &str = "Helvetica, Arial, DejaVu Sans, sans-serif";
 const INK: RGBColor = RGBColor(34, 34, 34);
 const GREY: RGBColor = RGBColor(110, 110, 110);
-/// Those of Okabe and Ito, which readers with any colour vision tell apart.
+/// Colours of Okabe and Ito, which readers with any colour vision tell apart.
 const BLUE: RGBColor = RGBColor(0, 114, 178);
 const VERMILION: RGBColor = RGBColor(213, 94, 0);
 const PALE: RGBColor = RGBColor(205, 212, 218);

@@ -84,7 +84,7 @@ impl Cache {
     }
 }
 
-/// Who computes the attention.
+/// The implementation that computes the attention.
 enum Contender {
     Regard(Box<Cache>),
     Candle(Composed),
@@ -143,7 +143,7 @@ fn decode(
 }
 
 /// Decode steps of so many requests after so many tokens, each with regard's attention and with
-/// candle's. What does not fit in memory is reported and left out.
+/// candle's. Points that do not fit in memory are reported and left out.
 pub fn served(name: &str, device: &Device, points: &[(usize, usize)]) -> Result<Vec<Served>> {
     let begun = Instant::now();
     let model = Llama::random(&shape(name)?, device)?;
