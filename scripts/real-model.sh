@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A real model on regard: SmolLM2-135M-Instruct, from a Python package that carries it (93 MB).
 #
-#   scripts/real-model.sh proof [MODEL.gguf]   answers with regard are those with candle's own attention, and those of Hugging Face
-#                                              transformers where Python has torch, transformers, gguf and accelerate (PYTHON=...); one
+#   scripts/real-model.sh proof [MODEL.gguf]   answers with regard equal answers with candle's own attention, and answers of Hugging Face
+#                                              transformers if Python has torch, transformers, gguf and accelerate (PYTHON=...); one
 #                                              request and sixteen, and a cache that is too small, give the same text
 #   scripts/real-model.sh caches [MODEL.gguf]  the second table of docs/caches.md: perplexity and answers by the storage of the cache
 #   scripts/real-model.sh speed [MODEL.gguf]   the table and the picture of docs/serving.md; about ten minutes, on a machine that has

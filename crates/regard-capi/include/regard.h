@@ -625,8 +625,8 @@ const char *regard_last_error(void);
 const char *regard_machine_facts(const struct regard_device *device);
 
 // Writes to `problem` the problem that operands pose on a device, all of them checked: shapes,
-// types, strides, and on the CPU also the contents of lengths and tables. Its lengths are those of
-// these operands: raise them to your upper bounds before you plan. `problem->size` must be set.
+// types, strides, and on the CPU also the contents of lengths and tables. Its lengths are the
+// operands' lengths: raise them to your upper bounds before you plan. `problem->size` must be set.
 regard_status regard_problem_of(const struct regard_operands *operands,
                                 const struct regard_device *device,
                                 struct regard_problem *problem);

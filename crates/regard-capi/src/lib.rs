@@ -90,8 +90,8 @@ pub unsafe extern "C" fn regard_machine_facts(device: *const Device) -> *const c
 }
 
 /// Writes to `problem` the problem that operands pose on a device, all of them checked: shapes,
-/// types, strides, and on the CPU also the contents of lengths and tables. Its lengths are those of
-/// these operands: raise them to your upper bounds before you plan. `problem->size` must be set.
+/// types, strides, and on the CPU also the contents of lengths and tables. Its lengths are the
+/// operands' lengths: raise them to your upper bounds before you plan. `problem->size` must be set.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_problem_of(
     operands: *const Operands,
