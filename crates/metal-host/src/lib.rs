@@ -77,7 +77,7 @@ fn only_instance(line: &str, function: &str) -> String {
     line.to_string()
 }
 
-/// Runs one dispatch. The error lists what was found wrong.
+/// Runs one dispatch. The error lists the findings.
 ///
 /// # Errors
 /// In words.

@@ -7,8 +7,8 @@
 //!
 //! - Memory is at other addresses than the device reports, new memory is full of NaN, and the
 //!   contents of private buffers cannot be asked for.
-//! - Nothing runs before its command buffer is committed, and what no barrier orders runs last to
-//!   first.
+//! - Nothing runs before its command buffer is committed. Commands that no barrier orders run last
+//!   to first.
 //! - Function constants that a library declares have to be set, with their types.
 //! - Command buffers, encoders and pipelines want an autorelease pool.
 #![allow(
@@ -653,7 +653,8 @@ pub mod objc2_metal {
             assert!(ended.is_none(), "committed twice");
             let encoded = self.0.encoded.lock().unwrap();
             let unordered = encoded.split(|command| matches!(command, Command::Barrier));
-            // As on a concurrent encoder, where a GPU may run in any order what no barrier orders.
+            // As on a concurrent encoder: a GPU may run commands that no barrier orders in any
+            // order.
             let mut commands = unordered.flat_map(|commands| commands.iter().rev());
             *ended = Some(commands.try_for_each(Command::run));
         }

@@ -51,7 +51,7 @@ struct msl_dispatch {
     msl_buffer buffer[MSL_BUFFERS];
     msl_size threadgroup_bytes[MSL_THREADGROUP_BUFFERS];
     msl_size threadgroup_limit;
-    // The first threadgroup that runs, in each dimension: those before are left out.
+    // The first threadgroup that runs, in each dimension: threadgroups before it are left out.
     msl_uint3 first_threadgroup;
     // 0: SIMD groups and lanes in ascending order; 1: descending; any other: the seed of a random order.
     unsigned schedule;

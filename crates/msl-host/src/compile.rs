@@ -98,8 +98,8 @@ fn succeeded(command: &mut Command) -> Result<Vec<u8>, String> {
 }
 
 impl Compiler {
-    /// Finds clang: what `MSL_HOST_CLANG` names, or the newest `clang++-N`, or `clang++`. Libraries
-    /// are kept in `folder`, by the hash of what they are made from.
+    /// Finds clang: the program that `MSL_HOST_CLANG` names, or the newest `clang++-N`, or
+    /// `clang++`. Libraries are kept in `folder`, by the hash of their sources and options.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if there is none that will do.

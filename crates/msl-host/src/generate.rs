@@ -1,8 +1,8 @@
-//! From preprocessed MSL to C++: what C++ lacks is rewritten, everything else stays as it
-//! stands, on its own line.
+//! From preprocessed MSL to C++: constructs that C++ lacks are rewritten. Everything else stays
+//! unchanged, on its own line.
 //!
-//! - Kernels get an entry function that takes their arguments from what is bound, by the attributes
-//!   of their parameters.
+//! - Kernels get an entry function that takes their arguments from the bound buffers, by the
+//!   attributes of their parameters.
 //! - `[[...]]` attributes are removed once they have been read.
 //! - Explicit instantiations with a `host_name` become entries under that name.
 //! - Function constants, and program-scope constants that are made from them, become variables that

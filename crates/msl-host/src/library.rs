@@ -43,14 +43,14 @@ pub struct Dispatch<'a> {
     pub threads: [u32; 3],
     /// Function constants, by index.
     pub constants: &'a [(u32, f64)],
-    /// Buffers, by index; what is not bound faults when it is touched.
+    /// Buffers, by index; access to an unbound buffer faults.
     pub buffers: &'a [(u32, Buffer)],
     /// Threadgroup memory, by index, in bytes.
     pub threadgroup_bytes: &'a [(u32, usize)],
     /// Threadgroup memory that the device has, in bytes.
     pub threadgroup_limit: usize,
-    /// The first threadgroup that runs, in each dimension: those before are left out, for tests of
-    /// large grids.
+    /// The first threadgroup that runs, in each dimension: threadgroups before it are left out, for
+    /// tests of large grids.
     pub first_threadgroup: [u32; 3],
     /// In which order SIMD groups and lanes run: 0 ascending, 1 descending, any other number the
     /// seed of a random order. All are unfair.
@@ -147,7 +147,7 @@ impl Library {
         &self.generated
     }
 
-    /// Runs a dispatch to its end and returns what was found wrong; empty if nothing. (A build that
+    /// Runs a dispatch to its end and returns the findings; empty if there are none. (A build that
     /// is [sanitized](crate::Build::Sanitized) ends the process at the first finding instead.)
     ///
     /// # Errors

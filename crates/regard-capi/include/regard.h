@@ -19,9 +19,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The version of this ABI: what is compiled against one works with every library that answers the
-// same number. Structs may grow at their end within a version; their `size` field gives how much
-// of them a caller knows.
+// The version of this ABI. A program that is compiled against one version works with every library
+// that answers the same number. Structs may grow at their end within a version; their `size` field
+// gives how much of them a caller knows.
 //
 // 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
 // were all 0 meant contiguous.
@@ -71,7 +71,7 @@
 // Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 #define REGARD_RAGGED_KEYS (1 << 12)
 
-// Option: a query at p sees key j only where j / `chunk` = p / `chunk`, rounded down (chunked
+// Option: a query at p sees key j only if j / `chunk` = p / `chunk`, rounded down (chunked
 // attention).
 #define REGARD_CHUNK (1 << 13)
 
@@ -144,8 +144,8 @@ enum regard_status
  {
   // Done.
   REGARD_STATUS_OK = 0,
-  // An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
-  // was written.
+  // An argument breaks the contract: the text names it, its value and the allowed values.
+  // Nothing was written.
   REGARD_STATUS_ARGUMENT = 1,
   // The request is sound, but nothing runs it on that device: the text has the reason. Nothing
   // was written.
@@ -217,8 +217,8 @@ enum regard_device_kind
   REGARD_DEVICE_KIND_CPU = 0,
   // An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
   REGARD_DEVICE_KIND_CUDA = 1,
-  // An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is where the
-  // tensor begins in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
+  // An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is the tensor's
+  // place in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
   // `id<MTLComputeCommandEncoder>`.
   REGARD_DEVICE_KIND_METAL = 2,
 };
@@ -239,8 +239,8 @@ typedef void (*regard_work)(void *work_data);
 
 // Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the
 // calling one may be among them) and returns when all these calls have returned. Fewer calls are
-// fine: the library does what is left on the calling thread. It has to return: it must not throw
-// an exception or jump out (either is undefined; a C++ exception ends the process).
+// fine: the library does the rest on the calling thread. It has to return: it must not throw an
+// exception or jump out (either is undefined; a C++ exception ends the process).
 typedef void (*regard_executor)(void *executor_data, size_t copies, regard_work work, void *work_data);
 
 // The device to run on. A null pointer in its place means this machine's CPU, all threads. Set
@@ -279,7 +279,7 @@ typedef struct regard_device {
 typedef struct regard_tensor {
   // The first element, aligned for its type: an address in host memory, or in the device's. On
   // an Apple GPU the buffer that holds the tensor, an `id<MTLBuffer>`. Inputs are never written.
-  // May be null where there are no elements.
+  // May be null if there are no elements.
   void *data;
   // A `regard_dtype`.
   int32_t dtype;
@@ -365,8 +365,8 @@ typedef struct regard_operands {
   // With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to
   // 2^31 - 1. 0 aligns the first query with the first key.
   int64_t q_offset;
-  // f32: multiplies the codes of keys. Required where `k` is of E4M3, E5M2 or I8, and not given
-  // elsewhere. The shape of `k` without its last dimension, any of them 1 for all: one scale for
+  // f32: multiplies the codes of keys. Required if `k` is of E4M3, E5M2 or I8, and not given
+  // otherwise. The shape of `k` without its last dimension, any of them 1 for all: one scale for
   // the tensor, per head, per block and head, or per token and head. Any strides.
   const struct regard_tensor *k_scales;
   // Likewise of `v`.
@@ -660,8 +660,9 @@ size_t regard_plan_workspace_bytes(const struct regard_plan *plan);
 // zero. 0 on the CPU, and for null.
 size_t regard_plan_zeroed_bytes(const struct regard_plan *plan);
 
-// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and
-// cannot be done while a CUDA graph is captured. There is nothing to load on the CPU.
+// Loads the kernels that the plan runs. The first run does so otherwise, which takes some
+// milliseconds, and cannot be done while a CUDA graph is captured. There is nothing to load on the
+// CPU.
 regard_status regard_plan_load(const struct regard_plan *plan);
 
 // Which kernel runs, how, and why, in a few lines of UTF-8; null for a null plan. Valid as long as
@@ -672,8 +673,8 @@ const char *regard_plan_explain(const struct regard_plan *plan);
 // of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
 // least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
 // for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
-// memory with each other or with an input: where addresses, shapes and strides show that they do,
-// the call is an error.
+// memory with each other or with an input. If addresses, shapes and strides show that they do, the
+// call is an error.
 //
 // On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
 // is the `CUstream` (or `cudaStream_t`) that the work is put on, null for the default stream, and
@@ -691,7 +692,7 @@ regard_status regard_plan_run(const struct regard_plan *plan,
                               void *stream);
 
 // Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
-// quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
+// quantized if the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
 // `cudaStream_t`, null for the default stream; on Metal an `id<MTLComputeCommandEncoder>`), and
 // lengths and table entries are read when it runs. On the CPU it is done when the call returns,
 // and `stream` is null.
@@ -699,7 +700,7 @@ regard_status regard_append_run(const struct regard_append *append,
                                 const struct regard_device *device,
                                 void *stream);
 
-// Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
+// Loads the kernels that `regard_append_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_append_load(const struct regard_device *device);
 
 // Copies blocks of a cache's pools, as a page allocator asks for before new tokens are appended
@@ -716,7 +717,7 @@ regard_status regard_copy_blocks(const struct regard_block_copies *copies,
 // two. Pass them as `alibi_slopes` of `regard_operands`.
 regard_status regard_alibi_slopes(size_t query_heads, float *slopes);
 
-// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
+// Merges partial results over disjoint sets of keys (a shared prefix and the keys after it, caches
 // spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null
 // for the default stream; on Metal an `id<MTLComputeCommandEncoder>`). On the CPU it is done when
 // the call returns, and `stream` is null.
@@ -724,7 +725,7 @@ regard_status regard_merge_run(const struct regard_merge *merge,
                                const struct regard_device *device,
                                void *stream);
 
-// Loads what `regard_merge_run` runs, as `regard_plan_load` does for a plan.
+// Loads the kernels that `regard_merge_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_merge_load(const struct regard_device *device);
 
 // Takes compiled pipelines from a file of `regard_device_save_archive`, from now on and in place
@@ -785,9 +786,9 @@ regard_status regard_plan_run_mapped(const struct regard_plan *plan,
                                      size_t workspace_bytes,
                                      void *stream);
 
-// `regard_plan_run` with what the workspace has: `prepared` is `REGARD_PREPARED_SCHEDULE` (as
-// `regard_plan_run_scheduled`), `REGARD_PREPARED_TILE_MAP` (as `regard_plan_run_mapped`), both,
-// or 0.
+// `regard_plan_run` with the prepared parts of the workspace: `prepared` is
+// `REGARD_PREPARED_SCHEDULE` (as `regard_plan_run_scheduled`), `REGARD_PREPARED_TILE_MAP` (as
+// `regard_plan_run_mapped`), both, or 0.
 regard_status regard_plan_run_prepared(const struct regard_plan *plan,
                                        const struct regard_operands *operands,
                                        void *workspace,
@@ -795,11 +796,11 @@ regard_status regard_plan_run_prepared(const struct regard_plan *plan,
                                        void *stream,
                                        uint32_t prepared);
 
-// Writes to `map` where the tile map of the mask stands that `regard_plan_run_mapped` reads with
-// these operands, for a caller that writes it; a map of 0 bytes if none is used: there is no mask,
-// kernels for few rows run, or the map would be larger than planned. On CUDA the strides, the
-// alignment and the scale of the operands choose between two kernels, whose maps may differ: ask
-// for each kind of layer. `map->size` must be set.
+// Writes to `map` the place of the tile map that `regard_plan_run_mapped` reads with these
+// operands, for a caller that writes the map. A map of 0 bytes means that none is used: there is
+// no mask, kernels for few rows run, or the map would be larger than planned. On CUDA the strides,
+// the alignment and the scale of the operands choose between two kernels, whose maps may differ:
+// ask for each kind of layer. `map->size` must be set.
 regard_status regard_plan_tile_map(const struct regard_plan *plan,
                                    const struct regard_operands *operands,
                                    struct regard_tile_map *map);

@@ -1,5 +1,5 @@
-//! Appending to caches, copying their blocks and merging partial results: what callers describe, in
-//! memory of any kind.
+//! Appending to caches, copying their blocks and merging partial results: the callers'
+//! descriptions, in memory of any kind.
 
 use crate::convert::{Options, Place, bad, count, expect_zero, input, output, required};
 use crate::status::Failure;

@@ -90,8 +90,8 @@ unsafe fn size_of_given<T: Versioned>(argument: &str, given: *const T) -> Result
     Ok(size)
 }
 
-/// Copies a caller's struct: what it does not know yet is zero, what this library does not know yet
-/// must be.
+/// Copies a caller's struct. Fields that the caller does not know yet become zero; fields that this
+/// library does not know yet must be zero.
 ///
 /// # Safety
 /// `given` is null, or points to as many readable bytes as in its `size` field.
@@ -185,9 +185,9 @@ pub fn count(argument: &str, number: i64) -> Result<usize, Failure> {
     usize::try_from(number).map_err(|_| bad(argument, number, "a number from 0 up"))
 }
 
-/// A C tensor, checked as far as it can be without knowing what kind of memory it is in.
+/// A C tensor, checked as far as it can be without knowing its kind of memory.
 pub struct View {
-    /// The address of the first element, or of what `offset` counts from.
+    /// The address of the first element, or the base that `offset` counts from.
     pub data: *mut u8,
     /// Bytes from there to the first element.
     pub offset: u64,
@@ -257,7 +257,7 @@ impl View {
         self.strides.as_ref().map(|strides| &strides[..self.rank])
     }
 
-    /// The address of the first element, where `data` is an address.
+    /// The address of the first element, if `data` is an address.
     pub fn address(&self) -> *mut u8 {
         self.data.wrapping_add(self.offset as usize)
     }
@@ -350,7 +350,7 @@ impl Place for Host {
 /// An input, if it is given.
 ///
 /// # Safety
-/// `tensor` is null or can be read; what it describes is as [`Place::input`] wants it.
+/// `tensor` is null or can be read; the memory that it describes is as [`Place::input`] requires.
 pub unsafe fn input<'a, M: Place>(
     name: &str,
     tensor: *const Tensor,
@@ -371,7 +371,7 @@ pub unsafe fn input<'a, M: Place>(
 /// An output, if it is given.
 ///
 /// # Safety
-/// `tensor` is null or can be read; what it describes is as [`Place::output`] wants it.
+/// `tensor` is null or can be read; the memory that it describes is as [`Place::output`] requires.
 pub unsafe fn output<'a, M: Place>(
     name: &str,
     tensor: *const Tensor,
@@ -393,7 +393,7 @@ pub fn required<T>(name: &str, tensor: Option<T>) -> Result<T, Failure> {
     tensor.ok_or_else(|| bad(name, "null", "a pointer to a regard_tensor"))
 }
 
-/// Options that a caller set, of those that mean something here.
+/// Options that a caller set, among the options that mean something here.
 pub struct Options(u32);
 
 impl Options {

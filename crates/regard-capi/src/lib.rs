@@ -1,8 +1,8 @@
 //! The C ABI of regard. `include/regard.h` is generated from this crate (`cargo xtask header`);
 //! `docs/c-abi.md` is the guide.
 //!
-//! Every entry point checks what it is given as far as that can be done, never unwinds into its
-//! caller, and keeps the words of a failure for the calling thread.
+//! Every entry point checks its arguments as far as possible, never unwinds into its caller, and
+//! keeps the message of a failure for the calling thread.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -192,8 +192,9 @@ pub unsafe extern "C" fn regard_plan_zeroed_bytes(plan: *const Plan) -> usize {
     .unwrap_or(0)
 }
 
-/// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and
-/// cannot be done while a CUDA graph is captured. There is nothing to load on the CPU.
+/// Loads the kernels that the plan runs. The first run does so otherwise, which takes some
+/// milliseconds, and cannot be done while a CUDA graph is captured. There is nothing to load on the
+/// CPU.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
     status::status(|| {
@@ -225,8 +226,8 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 /// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
 /// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
 /// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
-/// memory with each other or with an input: where addresses, shapes and strides show that they do,
-/// the call is an error.
+/// memory with each other or with an input. If addresses, shapes and strides show that they do, the
+/// call is an error.
 ///
 /// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
 /// is the `CUstream` (or `cudaStream_t`) that the work is put on, null for the default stream, and
@@ -253,7 +254,7 @@ pub unsafe extern "C" fn regard_plan_run(
 }
 
 /// Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
-/// quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
+/// quantized if the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
 /// `cudaStream_t`, null for the default stream; on Metal an `id<MTLComputeCommandEncoder>`), and
 /// lengths and table entries are read when it runs. On the CPU it is done when the call returns,
 /// and `stream` is null.
@@ -309,7 +310,7 @@ pub unsafe extern "C" fn regard_append_run(
     })
 }
 
-/// Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
+/// Loads the kernels that `regard_append_run` runs, as `regard_plan_load` does for a plan.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
     status::status(|| {
@@ -392,7 +393,7 @@ pub unsafe extern "C" fn regard_alibi_slopes(query_heads: usize, slopes: *mut f3
     })
 }
 
-/// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
+/// Merges partial results over disjoint sets of keys (a shared prefix and the keys after it, caches
 /// spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null
 /// for the default stream; on Metal an `id<MTLComputeCommandEncoder>`). On the CPU it is done when
 /// the call returns, and `stream` is null.
@@ -430,7 +431,7 @@ pub unsafe extern "C" fn regard_merge_run(
     })
 }
 
-/// Loads what `regard_merge_run` runs, as `regard_plan_load` does for a plan.
+/// Loads the kernels that `regard_merge_run` runs, as `regard_plan_load` does for a plan.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
     status::status(|| {

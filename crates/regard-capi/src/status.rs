@@ -60,7 +60,7 @@ pub fn guarded<T>(body: impl FnOnce() -> Result<T, Failure>) -> Result<T, Status
     // unspecified.
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         let text = format!("a defect in regard: {}", message(&*payload));
-        // Dropping what was thrown could throw again.
+        // Dropping the payload could panic again.
         std::mem::forget(payload);
         Err(Failure { status: Status::Internal, text })
     });

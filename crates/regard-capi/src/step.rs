@@ -1,4 +1,4 @@
-//! Runs of plans, and what is computed once for all layers of a step.
+//! Runs of plans, and the work that is done once for all layers of a step.
 
 use crate::convert::{self, bad};
 use crate::device::{self, Runner};
@@ -32,8 +32,8 @@ impl Memory {
     }
 }
 
-/// Runs a plan on operands, with what the workspace has: bits of `REGARD_PREPARED_SCHEDULE` and
-/// `REGARD_PREPARED_TILE_MAP`.
+/// Runs a plan on operands, with the prepared parts of the workspace: bits of
+/// `REGARD_PREPARED_SCHEDULE` and `REGARD_PREPARED_TILE_MAP`.
 ///
 /// # Safety
 /// As [`regard_plan_run`](crate::regard_plan_run), or [`regard_plan_run_prepared`].
@@ -200,9 +200,9 @@ pub unsafe extern "C" fn regard_plan_run_mapped(
     })
 }
 
-/// `regard_plan_run` with what the workspace has: `prepared` is `REGARD_PREPARED_SCHEDULE` (as
-/// `regard_plan_run_scheduled`), `REGARD_PREPARED_TILE_MAP` (as `regard_plan_run_mapped`), both,
-/// or 0.
+/// `regard_plan_run` with the prepared parts of the workspace: `prepared` is
+/// `REGARD_PREPARED_SCHEDULE` (as `regard_plan_run_scheduled`), `REGARD_PREPARED_TILE_MAP` (as
+/// `regard_plan_run_mapped`), both, or 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run_prepared(
     plan: *const Plan,
@@ -217,11 +217,11 @@ pub unsafe extern "C" fn regard_plan_run_prepared(
     status::status(|| unsafe { run(expect_plan(plan)?, operands, memory, stream, prepared) })
 }
 
-/// Writes to `map` where the tile map of the mask stands that `regard_plan_run_mapped` reads with
-/// these operands, for a caller that writes it; a map of 0 bytes if none is used: there is no mask,
-/// kernels for few rows run, or the map would be larger than planned. On CUDA the strides, the
-/// alignment and the scale of the operands choose between two kernels, whose maps may differ: ask
-/// for each kind of layer. `map->size` must be set.
+/// Writes to `map` the place of the tile map that `regard_plan_run_mapped` reads with these
+/// operands, for a caller that writes the map. A map of 0 bytes means that none is used: there is
+/// no mask, kernels for few rows run, or the map would be larger than planned. On CUDA the strides,
+/// the alignment and the scale of the operands choose between two kernels, whose maps may differ:
+/// ask for each kind of layer. `map->size` must be set.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_tile_map(
     plan: *const Plan,

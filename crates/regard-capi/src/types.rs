@@ -4,9 +4,9 @@
 
 use std::ffi::{c_char, c_void};
 
-/// The version of this ABI: what is compiled against one works with every library that answers the
-/// same number. Structs may grow at their end within a version; their `size` field gives how much
-/// of them a caller knows.
+/// The version of this ABI. A program that is compiled against one version works with every library
+/// that answers the same number. Structs may grow at their end within a version; their `size` field
+/// gives how much of them a caller knows.
 ///
 /// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
 /// were all 0 meant contiguous.
@@ -21,8 +21,8 @@ pub const REGARD_MAX_RANK: usize = 5;
 pub enum Status {
     /// Done.
     Ok = 0,
-    /// An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
-    /// was written.
+    /// An argument breaks the contract: the text names it, its value and the allowed values.
+    /// Nothing was written.
     Argument = 1,
     /// The request is sound, but nothing runs it on that device: the text has the reason. Nothing
     /// was written.
@@ -76,8 +76,8 @@ pub enum DeviceKind {
     Cpu = 0,
     /// An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
     Cuda = 1,
-    /// An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is where the
-    /// tensor begins in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
+    /// An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is the tensor's
+    /// place in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
     /// `id<MTLComputeCommandEncoder>`.
     Metal = 2,
 }
@@ -110,7 +110,7 @@ pub const REGARD_LSE: u32 = 1 << 10;
 pub const REGARD_RAGGED_QUERIES: u32 = 1 << 11;
 /// Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
-/// Option: a query at p sees key j only where j / `chunk` = p / `chunk`, rounded down (chunked
+/// Option: a query at p sees key j only if j / `chunk` = p / `chunk`, rounded down (chunked
 /// attention).
 pub const REGARD_CHUNK: u32 = 1 << 13;
 /// Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
@@ -155,7 +155,7 @@ pub const REGARD_OFFSET: u32 = 1 << 1;
 pub struct Tensor {
     /// The first element, aligned for its type: an address in host memory, or in the device's. On
     /// an Apple GPU the buffer that holds the tensor, an `id<MTLBuffer>`. Inputs are never written.
-    /// May be null where there are no elements.
+    /// May be null if there are no elements.
     pub data: *mut c_void,
     /// A `regard_dtype`.
     pub dtype: i32,
@@ -248,8 +248,8 @@ pub struct Operands {
     /// 2^31 - 1. 0 aligns the first query with the first key.
     pub q_offset: i64,
 
-    /// f32: multiplies the codes of keys. Required where `k` is of E4M3, E5M2 or I8, and not given
-    /// elsewhere. The shape of `k` without its last dimension, any of them 1 for all: one scale for
+    /// f32: multiplies the codes of keys. Required if `k` is of E4M3, E5M2 or I8, and not given
+    /// otherwise. The shape of `k` without its last dimension, any of them 1 for all: one scale for
     /// the tensor, per head, per block and head, or per token and head. Any strides.
     pub k_scales: *const Tensor,
     /// Likewise of `v`.
@@ -528,8 +528,8 @@ pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
 
 /// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the
 /// calling one may be among them) and returns when all these calls have returned. Fewer calls are
-/// fine: the library does what is left on the calling thread. It has to return: it must not throw
-/// an exception or jump out (either is undefined; a C++ exception ends the process).
+/// fine: the library does the rest on the calling thread. It has to return: it must not throw an
+/// exception or jump out (either is undefined; a C++ exception ends the process).
 pub type Executor = Option<
     unsafe extern "C" fn(
         executor_data: *mut c_void,

@@ -6,7 +6,7 @@ use libraries::{Libraries, folder, libraries, succeed};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A folder for what this test makes.
+/// A folder for the files of this test.
 fn scratch() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
 }
@@ -33,7 +33,7 @@ fn compiler(name: &str, standard: &str) -> Command {
 }
 
 /// Compiles C source against the shared library and against the static one, runs both, and returns
-/// what the first printed.
+/// the output of the first.
 fn compile_and_run(name: &str, source: &Path) -> String {
     compile_and_run_as("cc", "-std=c11", "c", name, source)
 }

@@ -56,7 +56,7 @@ from_vec!(
     Mla656 => Mla656
 );
 
-/// The elements of blocks of several numbers each; what does not fill a block is dropped.
+/// The elements of blocks of several numbers each; numbers that do not fill a block are dropped.
 fn blocks<const VALUES: usize, T>(
     numbers: impl Iterator<Item = f64>,
     one: impl Fn(&[f32; VALUES]) -> T,
@@ -237,8 +237,8 @@ impl Array {
         })
     }
 
-    /// A contiguous array, every element NaN (or 0 in types without it): what an output holds
-    /// before it is written.
+    /// A contiguous array, every element NaN (or 0 in types without it): an output before it is
+    /// written.
     pub fn unwritten(dtype: DType, shape: &[usize]) -> Array {
         let length = shape.iter().product::<usize>();
         let data = Data::from_numbers(dtype, std::iter::repeat_n(f64::NAN, length));
@@ -255,7 +255,7 @@ impl Array {
         &self.shape
     }
 
-    /// The elements that it looks at, and those around them.
+    /// The elements that it looks at, and the elements around them.
     pub fn data(&self) -> &Data {
         &self.data
     }

@@ -3,7 +3,7 @@
 use crate::array::Array;
 use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, Tensor, Values};
 
-/// The dimension order of `q`, `k`, `v` and `out` where they have a batch dimension.
+/// The dimension order of `q`, `k`, `v` and `out` if they have a batch dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Layout {
@@ -188,7 +188,7 @@ impl Case {
     }
 }
 
-/// The mask with dimensions of 1 put before those it has.
+/// The mask with dimensions of 1 put before its dimensions.
 fn mask_view(mask: &Array) -> Result<Tensor<'_>, Error> {
     let view = mask.view()?;
     let missing = 4usize.saturating_sub(mask.shape().len());

@@ -62,7 +62,7 @@ pub struct Checker<'a> {
 }
 
 impl<'a> Checker<'a> {
-    /// Computes what is right, for all rows, or for about `most_rows` of them evenly spread.
+    /// Computes the expected results, for all rows, or for about `most_rows` of them evenly spread.
     ///
     /// # Errors
     /// If the case breaks the contract, or its expected tensors disagree with the oracle.

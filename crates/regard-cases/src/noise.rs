@@ -1,6 +1,6 @@
-//! Deterministic noise: numbers that depend on nothing but a seed and what they are for, so that
-//! the same logical problem holds the same numbers in any storage, batch or chunk. (SplitMix64:
-//! Steele, Lea and Flood 2014.)
+//! Deterministic noise: numbers that depend on nothing but a seed and their place in the problem,
+//! so that the same logical problem holds the same numbers in any storage, batch or chunk.
+//! (SplitMix64: Steele, Lea and Flood 2014.)
 
 /// A stream of numbers.
 #[derive(Debug, Clone)]

@@ -61,7 +61,7 @@ pub enum Keys {
 /// A mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaskSpec {
-    /// Boolean, or the type of what is added.
+    /// Boolean, or the type of the added numbers.
     pub dtype: DType,
     /// The pattern of hidden keys in an additive mask.
     pub hide: Hide,
@@ -69,7 +69,7 @@ pub struct MaskSpec {
     pub broadcast: [bool; 4],
 }
 
-/// The additive mask's number where a boolean mask is false.
+/// The additive mask's number for hidden keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hide {
     /// A normal number: nothing is hidden.
@@ -79,8 +79,8 @@ pub enum Hide {
     /// Minus infinity.
     Infinite,
     /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in
-    /// others, keys at random in the rest. A boolean mask hides likewise, and an additive one adds
-    /// nothing where nothing is hidden.
+    /// others, keys at random in the rest. A boolean mask hides likewise. An additive mask adds 0
+    /// to keys that it does not hide.
     Blocks,
     /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask
     /// keeps them: most tiles are hidden or kept entirely.
@@ -161,11 +161,11 @@ pub struct Spec {
     pub stray_entries: bool,
     /// The numbers of queries, keys and values.
     pub contents: Contents,
-    /// The slopes, where `alibi` is set.
+    /// The slopes, if `alibi` is set.
     pub slope_kind: Slopes,
-    /// The logits, where `sinks` is set.
+    /// The logits, if `sinks` is set.
     pub sink_kind: Sinks,
-    /// The tree's bits, where `tree` is set.
+    /// The tree's bits, if `tree` is set.
     pub tree_kind: Trees,
     /// The memory layout of operands, beyond `layout` and `padding`.
     pub memory: OperandMemory,
@@ -560,7 +560,7 @@ impl Spec {
         }
     }
 
-    /// [`Spec::place_keys`], with values that are a prefix of the keys where those are.
+    /// [`Spec::place_keys`], with values in the keys if values are a prefix of the keys.
     fn place_cache(&self) -> CachePlace {
         let mut cache = self.place_keys();
         if self.values == Values::KeyPrefix {

@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Whether a module is covered. f16 modules accept the same as bf16 modules, so only those for head
-/// dim 128 are covered. `REGARD_ALL_MODULES=1` covers all.
+/// Whether a module is covered. f16 modules accept the same as bf16 modules, so only the f16
+/// modules for head dim 128 are covered. `REGARD_ALL_MODULES=1` covers all.
 fn is_covered(name: &str) -> bool {
     let all = std::env::var("REGARD_ALL_MODULES").is_ok_and(|all| all == "1");
     all || !name.contains("_f16_") || name.contains("_f16_128_128_")
@@ -74,7 +74,7 @@ fn every_module_has_a_case_for_each_pair_of_features() {
     assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
 }
 
-/// The modules for f16 and those for bf16 accept the same.
+/// The modules for f16 and for bf16 accept the same.
 #[test]
 fn sixteen_bit_types_are_alike() {
     let of_type = |text: &str| -> BTreeMap<String, _> {
@@ -92,8 +92,8 @@ fn sixteen_bit_types_are_alike() {
     }
 }
 
-/// Fallback modules, of which each head dim has one that all others fall back on, accept every
-/// feature but those that are another kernel's.
+/// Each head dim has one fallback module that all others fall back on. Fallback modules accept
+/// every feature but the features of other kernels.
 #[test]
 fn fallback_modules_accept_everything() {
     let mut fallbacks = 0;
@@ -105,7 +105,7 @@ fn fallback_modules_accept_everything() {
         fallbacks += 1;
         let others = |feature| match feature {
             Feature::OutF32 => name.contains("_f32_"),
-            // Tiles of 8 rows, and those over caches in any format, are joined at once.
+            // Tiles of 8 rows, and tiles over caches in any format, are joined at once.
             Feature::Combine => {
                 name.starts_with("prefill") || name.contains("_r8_") || name.contains("_any_")
             }

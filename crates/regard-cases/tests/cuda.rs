@@ -1,6 +1,6 @@
 //! The whole list of cases, and the laws, on this machine's GPU: `cargo test --release -p
-//! regard-cases --features cuda`. `regard check --device cuda --cases --laws` does the same where
-//! there is no Rust.
+//! regard-cases --features cuda`. `regard check --device cuda --cases --laws` does the same on
+//! machines without Rust.
 //!
 //! Without a GPU the tests pass and print SKIPPED. With `REGARD_CUDA_REQUIRED` set, a skipped test
 //! or law fails.

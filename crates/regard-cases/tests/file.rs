@@ -1,4 +1,5 @@
-//! The case-file reader: what it writes it reads, and what is wrong it names.
+//! The case-file reader: it reads the files that the writer writes, and names what is wrong with
+//! others.
 
 use proptest::prelude::*;
 use regard::{Attention, DType, KeyOffset, KeyPositions, Problem, QueryOffset, Values, Window};
@@ -87,7 +88,7 @@ fn one_number(name: &str) -> Vec<u8> {
     raw(&header, &[0; 4])
 }
 
-/// Rotary rows are a tensor of the file, of bytes where keys are blocks.
+/// Rotary rows are a tensor of the file, of bytes if keys are blocks.
 #[test]
 fn keys_in_two_parts_come_back() {
     for format in [DType::F32, DType::E4M3, DType::Q8_0] {

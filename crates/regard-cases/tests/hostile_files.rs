@@ -9,8 +9,8 @@ use regard_cases::file;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// Counts what the current thread asks for, so that a small file that makes the reader reserve
-/// gigabytes is found out.
+/// Counts the bytes that the current thread allocates: a small file must not make the reader
+/// reserve gigabytes.
 struct Counting;
 
 thread_local! {
@@ -44,7 +44,7 @@ fn allowance(bytes: &[u8]) -> usize {
 /// Maximum multiply-adds of a case that is run.
 const MAX_WORK: usize = 1 << 16;
 
-/// Reads the bytes; what is accepted is planned and, where it is small, run. Returns whether it was
+/// Reads the bytes. An accepted file is planned and, if it is small, run. Returns whether it was
 /// accepted.
 fn survive(bytes: &[u8], what: &str) -> bool {
     let before = ASKED.get();

@@ -1,4 +1,4 @@
-//! The list itself: names, what a bound on work leaves, and cases through a file.
+//! The list itself: names, the cases that a bound on work leaves, and cases through a file.
 
 use regard_cases::check::Checker;
 use regard_cases::{file, list};

@@ -57,7 +57,7 @@ pub enum Target {
 /// Threads that `--threads` asks for.
 static THREADS: OnceLock<usize> = OnceLock::new();
 
-/// Notes what `--threads` asks for; how many it is now.
+/// Notes the number of threads that `--threads` asks for. Returns the number in use.
 pub fn set_threads(threads: Option<usize>) -> Result<usize, Error> {
     if let Some(threads) = threads {
         THREADS.get_or_init(|| threads);
@@ -243,7 +243,7 @@ impl Runner {
             Runner::Cuda(runner) => {
                 let (mut seconds, mut work) = (f64::INFINITY, Work::default());
                 let output = case.run(|inputs, outputs| {
-                    // Checked here, where contents can be read.
+                    // Checked here: contents can be read here.
                     Problem::from_operands(inputs, outputs)?;
                     work = Work::from_inputs(inputs);
                     seconds = runner.run_timed(inputs, outputs, repetitions)?;
@@ -398,8 +398,8 @@ impl Work {
             scales = scales.saturating_add(own_scales(inputs, &range));
         }
         Work {
-            // A block table can name a page any number of times: what a small file describes can be
-            // more than a number holds.
+            // A block table can name a page any number of times: a small file can describe more
+            // keys than a number holds.
             flops: pairs.saturating_mul(2 * dims).saturating_mul(heads(q.shape())),
             kv_bytes: keys
                 .saturating_mul(heads(k.shape()))
@@ -410,7 +410,7 @@ impl Work {
     }
 }
 
-/// The scales of keys and of values, where there are any.
+/// The scales of keys and of values, if there are any.
 fn scale_tensors<'a>(inputs: &Inputs<'a>) -> impl Iterator<Item = Tensor<'a>> {
     [inputs.attention.k_scales, inputs.attention.v_scales].into_iter().flatten()
 }

@@ -21,7 +21,7 @@ pub struct Request<'a> {
     pub files: &'a [PathBuf],
     /// The built-in cases whose names start so; none without.
     pub cases: Option<&'a str>,
-    /// Of those, the ones whose names hold this; of files too.
+    /// Only the cases and files whose names contain this.
     pub filter: Option<&'a str>,
     /// The laws whose names hold this; none without.
     pub laws: Option<&'a str>,
@@ -89,7 +89,7 @@ struct Judged {
     rows_not_finite: usize,
     out_error: f64,
     lse_error: f64,
-    /// The largest error in units of what was allowed there.
+    /// The largest error in units of the allowed error there.
     worst: f64,
 }
 
@@ -236,7 +236,7 @@ impl Source {
     }
 }
 
-/// Splits the sources into those to run and the listed cases that no kernel of the GPU takes. Files
+/// Splits the sources into sources to run and listed cases that no kernel of the GPU takes. Files
 /// are always run, so that a refusal is reported.
 fn runnable(runner: &Runner, sources: Vec<Source>) -> (Vec<Source>, Vec<Source>) {
     let Some(machine) = runner.gpu() else { return (sources, Vec::new()) };

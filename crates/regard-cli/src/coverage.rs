@@ -23,7 +23,7 @@ pub struct Request<'a> {
 /// Cases are made, run and judged this many at a time: making and judging use all threads.
 const BATCH: usize = 256;
 
-/// Failures of a kernel that are made smaller, at most, and those that text shows.
+/// Maximum failures of a kernel that are made smaller, and that text shows.
 const MAX_SHRUNK: usize = 3;
 const MAX_SHOWN: usize = 6;
 
@@ -31,7 +31,7 @@ const MAX_SHOWN: usize = 6;
 #[derive(Serialize)]
 struct Report {
     kernels: Vec<Row>,
-    /// Kernels that ship for another purpose than attention, with what tries those.
+    /// Kernels that ship for another purpose than attention, with the tests that try them.
     others: BTreeMap<String, String>,
     passed: usize,
     failed: usize,
@@ -70,7 +70,7 @@ struct Failed {
     smallest: Option<String>,
 }
 
-/// The GPU's kernels, what runs a case there, and what ships for other purposes.
+/// The GPU's kernels, the runner of cases, and the kernels that ship for other purposes.
 struct Device<'a> {
     backend: Box<dyn Backend>,
     run: RunCase<'a>,
@@ -153,7 +153,7 @@ fn device(runner: &mut Runner) -> Result<Device<'_>, Stop> {
                 Box::new(move |subject, case, data| cuda::run(runner, subject, case, data));
             Ok(Device { backend, run, others })
         }
-        // The pipelines for all families: this GPU runs those that are tuned for others too.
+        // The pipelines for all families: this GPU runs pipelines that are tuned for others too.
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         Runner::Metal(runner) => {
             let backend = Box::new(regard_cases::coverage::metal::Metal);

@@ -114,7 +114,7 @@ fn documented(root: &Path) -> impl Iterator<Item = (PathBuf, Vec<String>)> {
 }
 
 /// Scripts and workflows, with the commands of each: `regard` under whatever name the script calls
-/// it by, and cargo. Continued lines are joined, and commands end where the shell's syntax begins.
+/// it by, and cargo. Continued lines are joined, and commands end at the shell's syntax.
 fn scripted(root: &Path) -> impl Iterator<Item = (PathBuf, Vec<String>)> {
     let folders = ["scripts", "bench", ".ci", ".github/workflows"].map(|folder| root.join(folder));
     let entries =

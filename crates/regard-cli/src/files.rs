@@ -77,7 +77,7 @@ fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Er
 ///
 /// # Errors
 /// If two inputs have the same name, or a result would overwrite an input, or be in one of the
-/// directories among the `arguments`, where it would be taken for a case the next time.
+/// directories among the `arguments`: there it would be taken for a case the next time.
 pub fn outputs(inputs: &[Input], arguments: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, Error> {
     let outputs: Vec<_> = inputs.iter().map(|input| out.join(&input.name)).collect();
     let mut names: HashMap<&Path, &Path> = HashMap::new();

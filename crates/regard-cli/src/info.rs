@@ -1,4 +1,4 @@
-//! `regard info`: what this machine offers.
+//! `regard info`: the facts of this machine.
 
 use crate::output::{Stop, print, print_json};
 use regard::cpu::{Level, OVERRIDE};
@@ -23,7 +23,7 @@ struct Info {
     /// Backends that can run here.
     backends: Vec<&'static str>,
     gpus: Vec<Gpu>,
-    /// Why there is no GPU, where there is none.
+    /// Why there is no GPU, if there is none.
     no_gpu: Option<String>,
 }
 

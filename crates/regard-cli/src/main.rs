@@ -1,5 +1,5 @@
-//! The `regard` command: what this machine offers, what would run, and attention on case files.
-//! Described in `docs/cli.md`.
+//! The `regard` command: the facts of this machine, plans for problems, and attention on case
+//! files. Described in `docs/cli.md`.
 
 mod bench;
 mod case;
@@ -37,19 +37,19 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Say what this machine offers: vector instructions, threads, caches, backends
+    /// Print the facts of this machine: vector instructions, threads, caches, backends
     Info {
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Say what would run for a problem on a machine, and why
+    /// Print the plan for a problem on a machine, and why
     Plan(PlanArguments),
     /// Run case files and write their results
     Run(RunArguments),
     /// Run cases and judge the results
     Check(CheckArguments),
-    /// Measure how fast attention is here, next to what the machine can do
+    /// Measure the speed of attention here, next to the machine's ceilings
     Bench(Box<BenchArguments>),
 }
 
@@ -115,13 +115,13 @@ struct CheckArguments {
     files: Vec<PathBuf>,
     #[command(flatten)]
     random: RandomArguments,
-    /// Check the built-in cases too: all, or those whose names start with PREFIX
+    /// Check the built-in cases too: all, or the cases whose names start with PREFIX
     #[arg(long, value_name = "PREFIX", num_args = 0..=1, default_missing_value = "")]
     cases: Option<String>,
     /// Only cases whose names contain this
     #[arg(long, value_name = "SUBSTRING")]
     filter: Option<String>,
-    /// Check laws that hold on a GPU too: all, or those whose names contain SUBSTRING
+    /// Check laws that hold on a GPU too: all, or the laws whose names contain SUBSTRING
     #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, default_missing_value = "")]
     laws: Option<String>,
     /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs

@@ -10,7 +10,7 @@ const UNASKED: u64 = 256 << 20;
 /// An error if there is no room for `bytes` more bytes.
 ///
 /// # Errors
-/// How much memory that would be, what it is for, and how much there is.
+/// The amount of memory, its purpose, and the available amount.
 pub fn expect_room(what: &str, bytes: u64) -> Result<(), Error> {
     if bytes < UNASKED {
         return Ok(());
@@ -42,8 +42,8 @@ fn size(bytes: u64) -> String {
     format!("{number:.1} {}", units[unit])
 }
 
-/// Bytes that this process can still take, as far as the system reports it (Linux): what is free or
-/// can be made so, and no more than its control group may have.
+/// Bytes that this process can still take, as far as the system reports it (Linux): memory that is
+/// free or can be freed, and no more than its control group may have.
 pub fn free() -> Option<u64> {
     let file = |path: &str| std::fs::read_to_string(path).ok();
     let free = file("/proc/meminfo").and_then(|text| available(&text));
@@ -59,8 +59,8 @@ fn available(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The files that may limit what the control groups of `/proc/self/cgroup` are limited to, from the
-/// innermost group to the root: in a container the root is the container's.
+/// The files that may limit the control groups of `/proc/self/cgroup`, from the innermost group to
+/// the root: in a container the root is the container's.
 fn limit_files(groups: &str) -> Vec<String> {
     let mut files = Vec::new();
     for line in groups.lines() {

@@ -1,7 +1,7 @@
 //! The attention layers of models by name, and the steps of an engine that they are run in.
 //!
 //! Every number is from the model's `config.json` on Hugging Face, whose repository is
-//! [`Model::config`]. Fields are named in comments where the config's name differs.
+//! [`Model::config`]. Comments name the config's fields if their names differ.
 
 use crate::shape;
 use regard::{Error, Problem, QueryStorage};
@@ -26,8 +26,8 @@ pub struct Layer {
     pub count: usize,
     /// Heads against the cache.
     pub heads: Heads,
-    /// Heads of a prompt without a cache, where they differ: MLA expands the latent vectors into
-    /// keys and values of each head.
+    /// Heads of a prompt without a cache, if they differ: MLA expands the latent vectors into keys
+    /// and values of each head.
     prompt_heads: Option<Heads>,
     /// `sliding_window`: keys that a query sees, the one at its own position included.
     window: Option<usize>,
@@ -37,7 +37,7 @@ pub struct Layer {
     pub softcap: Option<f32>,
     /// Whether heads have a sink logit.
     sinks: bool,
-    /// The softmax scale, where it is not 1/sqrt(head dim).
+    /// The softmax scale, if it is not 1/sqrt(head dim).
     pub scale: Option<f32>,
 }
 
@@ -48,7 +48,7 @@ pub struct Heads {
     query: usize,
     /// `num_key_value_heads`.
     kv: usize,
-    /// `head_dim`, or `hidden_size / num_attention_heads` where a config has none.
+    /// `head_dim`, or `hidden_size / num_attention_heads` if a config has none.
     dim: usize,
     /// As `dim`, except for MLA.
     value_dim: usize,

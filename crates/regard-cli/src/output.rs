@@ -100,7 +100,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Characters that terminals interpret: control characters, and those that change the text
+/// Characters that terminals interpret: control characters, and characters that change the text
 /// direction.
 fn is_control(c: char) -> bool {
     const DIRECTIONS: [char; 12] = [

@@ -1,5 +1,4 @@
-//! `regard plan`: what would run for a problem on a machine, with which splits, or why nothing
-//! does.
+//! `regard plan`: the kernel and splits for a problem on a machine, or the reason why none runs.
 
 use crate::models::{self, Layer, Model, PLANNED, Place, Workload};
 use crate::output::{REFUSED, Stop, error, print, print_json};

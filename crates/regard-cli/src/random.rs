@@ -1,4 +1,4 @@
-//! `regard check --random`: random problems, tried, judged and made small where they fail.
+//! `regard check --random`: random problems, tried, judged and made small if they fail.
 
 use crate::case::{self, Target};
 use crate::output::{FAILED, Progress, Stop, print, print_json};
@@ -139,7 +139,7 @@ fn device(target: &Target, all_levels: bool) -> Result<Box<dyn Device>, Error> {
     })
 }
 
-/// Writes a failure to files, and prints where.
+/// Writes a failure to files, and prints their names.
 fn failure(request: &Request, seed: u64, found: &Found) -> Failure {
     let case = found.spec.generate();
     let path = request.out.join(format!("random-{seed}-{}.safetensors", found.number));

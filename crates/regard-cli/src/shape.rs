@@ -81,7 +81,7 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
 ///
 /// # Errors
 /// If a key is unknown, given twice or missing, or its value is not allowed; the message names the
-/// key, the value and what is allowed.
+/// key, the value and the allowed values.
 pub fn describe(text: &str) -> Result<Described, Error> {
     let mut words = Words { words: Vec::new() };
     for word in text.split_whitespace() {

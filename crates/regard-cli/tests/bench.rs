@@ -45,7 +45,7 @@ fn failed(output: &Output, status: i32, texts: &[&str]) {
     }
 }
 
-/// A path of the test's own, where nothing is yet.
+/// A path of the test's own without a file yet.
 fn path(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("bench-{name}"));
     let _ = std::fs::remove_file(&path);

@@ -402,7 +402,7 @@ fn check_judges_and_counts() {
     );
     assert!(line.contains("40 rows"), "{line}");
 
-    // Another file's expected tensors: not what attention of these operands is.
+    // Another file's expected tensors: they differ from the attention of these operands.
     let mut wrong = spec("wrong").generate();
     wrong.expected_out =
         Some(Array::new(vec![0.5f32; 2 * 5 * 4 * 16], &[2, 5, 4, 16]).expect("contiguous"));
@@ -553,7 +553,7 @@ fn check_tries_random_problems() {
     // Without a seed a new one is chosen, and printed.
     let runs = [(); 2].map(|()| regard(&["check", "--random", "1", "--out", out, "--json"]).json());
     assert_ne!(runs[0]["seed"], runs[1]["seed"]);
-    // Not with what it would not look at.
+    // Not with options that it would ignore.
     assert_eq!(regard(&["check", "--random", "1", "--cases"]).status, 2);
     assert_eq!(regard(&["check", "--cases", "--seed", "1"]).status, 2);
     assert_eq!(regard(&["check", "--random", "1", "--profile", "large"]).status, 2);

@@ -151,7 +151,7 @@ fn an_input_with_a_second_name_stays() {
     assert_eq!(std::fs::read(&input).expect("readable"), before);
     assert!(is_whole(&out.join("some.safetensors")));
     assert_eq!(names(&out), ["some.safetensors"]);
-    // As any new file: what the process's mask allows.
+    // The permissions of any new file: all that the process's mask allows.
     let fresh = directory.join("fresh");
     std::fs::write(&fresh, "").expect("a file");
     let mode = |path: &Path| {

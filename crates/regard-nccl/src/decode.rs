@@ -19,11 +19,11 @@ pub enum Queries {
     Replicated,
 }
 
-/// Operands of a step on one rank. `tokens` stands for `B, Lq`, or for `total` where
-/// sequences are ragged. Rank r has query heads `r * Hq / ranks..(r + 1) * Hq / ranks`.
+/// Operands of a step on one rank. `tokens` stands for `B, Lq`, or for `total` if sequences are
+/// ragged. Rank r has query heads `r * Hq / ranks..(r + 1) * Hq / ranks`.
 ///
-/// Heads are the outermost dimension of what is exchanged, so that the part of a rank is in one
-/// piece and nothing is repacked. For one token per step this is also the order of a projection.
+/// Heads are the outermost dimension of the exchanged tensors. So the part of a rank is in one
+/// piece, and nothing is repacked. For one token per step this is also the order of a projection.
 #[derive(Debug)]
 pub struct DecodeStep<'a, M: Memory> {
     /// With [`Queries::Sharded`] the queries of the own heads, contiguous `[Hq / ranks, tokens,
@@ -72,8 +72,8 @@ struct Buffers<B> {
 }
 
 impl<D: Device> ShardedDecode<D> {
-    /// Plans and allocates. `problem` is what one rank computes: all query heads and tokens over at
-    /// most `kv_len` keys of a shard. Lengths are upper bounds, `kv_len` may differ from rank to
+    /// Plans and allocates. `problem` is the problem of one rank: all query heads and tokens over
+    /// at most `kv_len` keys of a shard. Lengths are upper bounds, `kv_len` may differ from rank to
     /// rank. `out_dtype` and `lse` describe the merged result; partial outputs are `f32`.
     ///
     /// Ranks exchange a description of their problems, so all of them have to call this.
@@ -144,8 +144,8 @@ impl<D: Device> ShardedDecode<D> {
     /// types or strides tell. If the driver or the transport fails.
     ///
     /// # Safety
-    /// Until the step is done, nothing writes what it reads and nothing uses what it writes. On a
-    /// GPU, operands are ready on the device's compute queue.
+    /// Until the step is done, nothing writes its inputs and nothing uses its outputs. On a GPU,
+    /// operands are ready on the device's compute queue.
     pub unsafe fn run<T: Transport<Queue = D::Queue>>(
         &mut self,
         rank: &Rank<D, T>,
@@ -163,8 +163,8 @@ impl<D: Device> ShardedDecode<D> {
                 let address = device.address(gathered);
                 let row_bytes = self.problem.head_dim * self.problem.dtype.size();
                 let all = Span { address, bytes: layout.rows * row_bytes };
-                // SAFETY: `q` is contiguous and a rank's part of what `all` has room for; only this
-                // step uses the buffer.
+                // SAFETY: `q` is contiguous and is one rank's part of the queries that `all` has
+                // room for; only this step uses the buffer.
                 unsafe { rank.transport.all_gather(device.compute(), span_of::<D>(&q), all)? };
                 let (shape, strides) = layout.attention(Some(self.problem.head_dim));
                 // SAFETY: the buffer has room for all rows, and is written before the run reads it.
@@ -234,7 +234,7 @@ impl<D: Device> ShardedDecode<D> {
         unsafe { device.merge(&mut merge) }
     }
 
-    /// The rows of a step, after checking what the ranks exchange.
+    /// The rows of a step, after checking the tensors that the ranks exchange.
     fn layout(&self, step: &DecodeStep<D::Memory>) -> Result<Layout, Error> {
         let Problem { query_heads, head_dim, value_dim, .. } = self.problem;
         let ragged = matches!(self.problem.queries, QueryStorage::Ragged { .. });

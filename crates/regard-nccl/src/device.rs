@@ -90,7 +90,7 @@ pub trait Device {
         strides: Option<&[i64]>,
     ) -> Result<TensorMut<'a, Self::Memory>, Error>;
 
-    /// Loads what a plan and a merge run.
+    /// Loads the kernels of a plan and a merge.
     ///
     /// # Errors
     /// If the device cannot run the plan.
@@ -118,7 +118,7 @@ pub trait Device {
     /// If an operand breaks the contract, or the driver fails.
     ///
     /// # Safety
-    /// Until the merge is done, nothing writes what is read and nothing uses what is written.
+    /// Until the merge is done, nothing writes its inputs and nothing uses its outputs.
     unsafe fn merge(&self, merge: &mut Merge<Self::Memory>) -> Result<(), Error>;
 }
 

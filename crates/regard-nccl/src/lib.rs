@@ -45,7 +45,7 @@
 //! });
 //! ```
 //!
-//! `docs/scaling.md` compares them, and gives what the links allow.
+//! `docs/scaling.md` compares them, and gives the limits of the links.
 #![warn(missing_docs)]
 
 mod decode;

@@ -241,12 +241,12 @@ impl<D: Device> RingPrefill<D> {
     /// Queues a prefill.
     ///
     /// # Errors
-    /// If an operand breaks the contract or differs from what was planned; before anything is
-    /// queued, if shapes, types or strides tell. If the driver or the transport fails.
+    /// If an operand breaks the contract or differs from the plan; before anything is queued, if
+    /// shapes, types or strides tell. If the driver or the transport fails.
     ///
     /// # Safety
-    /// Until the work is done, nothing writes what it reads and nothing uses what it writes. On a
-    /// GPU, operands are ready on the device's compute queue.
+    /// Until the work is done, nothing writes its inputs and nothing uses its outputs. On a GPU,
+    /// operands are ready on the device's compute queue.
     pub unsafe fn run<T: Transport<Queue = D::Queue>>(
         &mut self,
         rank: &Rank<D, T>,

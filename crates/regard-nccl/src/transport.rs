@@ -66,7 +66,7 @@ pub trait Transport {
     ///
     /// # Safety
     /// Every span is memory of this rank's device. Until the queued work is done, nothing writes
-    /// what is sent and nothing uses what is received.
+    /// the sent memory and nothing uses the received memory.
     unsafe fn exchange(
         &self,
         queue: &Self::Queue,
@@ -100,7 +100,7 @@ pub trait Transport {
     /// As [`Transport::exchange`].
     fn all_gather_host(&self, queue: &Self::Queue, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error>;
 
-    /// Waits for what is queued. After an error the transport is of no more use.
+    /// Waits for the queued work. After an error the transport is of no more use.
     ///
     /// # Errors
     /// If it is not done within the [timeout](Transport::timeout), or the transport or the device

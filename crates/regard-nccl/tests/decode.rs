@@ -249,7 +249,7 @@ fn run_rank<T: Number>(
     Ok((out, lse))
 }
 
-/// 1 to 4 shards give what one device gives, within its tolerance.
+/// 1 to 4 shards give the results of one device, within its tolerance.
 fn holds<T: Number>(law: &Law) {
     let whole = Whole::<T>::new(law, 7);
     let one =

@@ -1,4 +1,4 @@
-//! A simulation of sharded decode and ring prefill, from what one GPU and its links take by
+//! A simulation of sharded decode and ring prefill, from the times of one GPU and of its links by
 //! themselves. It predicts the measured times of two GPUs, and with `--nocapture` prints the tables
 //! of docs/scaling.md:
 //!
@@ -167,7 +167,8 @@ fn measured_times_are_predicted() {
     }
 }
 
-/// Prints the estimates of docs/scaling.md for more GPUs, and holds it to what physics allows.
+/// Prints the estimates of docs/scaling.md for more GPUs, and checks that the simulation stays
+/// within physical limits.
 #[test]
 fn more_gpus_are_predicted() {
     for (keys, batch) in [(1048576.0, 1.0), (1048576.0, 8.0), (10485760.0, 1.0)] {

@@ -100,7 +100,7 @@ impl<M: Memory> AppendScales<'_, M> {
 pub struct Rotary<'a, M: Memory = Host> {
     /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as
     /// many sines. The first `dims` of a head are rotated. Tokens at or past `positions` take the
-    /// last, and those before the first position take the first.
+    /// last position, and tokens before the first position take the first.
     pub table: Tensor<'a, M>,
     /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and
     /// `x[i + dims / 2]`).
@@ -194,8 +194,8 @@ fn check_scales<M: Memory>(
     }
 }
 
-/// Scales per tensor or per head are all used, so that each has to be a scale, where the host can
-/// read them. Scales of slots that are not appended to may be anything.
+/// Scales per tensor or per head are all used, so each of them has to be a scale. Checked if the
+/// host can read them. Scales of slots that are not appended to may be anything.
 fn check_scale_values<M: Memory>(argument: &str, scales: &Tensor<M>) -> Result<(), Error> {
     let [1, 1, heads] = *scales.shape() else { return Ok(()) };
     let Some(scales) = scales.as_host() else { return Ok(()) };

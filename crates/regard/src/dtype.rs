@@ -1,4 +1,4 @@
-//! Types of elements: what queries, keys, values, masks and tables hold.
+//! Types of elements of queries, keys, values, masks and tables.
 
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656};
 use half::{bf16, f16};
@@ -79,8 +79,8 @@ impl DType {
         }
     }
 
-    /// Whether elements are whole rows of a latent cache, which only exist where values are a
-    /// prefix of the keys.
+    /// Whether elements are whole rows of a latent cache. Such rows exist only with values that are
+    /// a prefix of the keys.
     pub fn is_latent_row(self) -> bool {
         matches!(self, DType::Mla656 | DType::Mla656Latent)
     }

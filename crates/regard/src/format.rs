@@ -1,4 +1,5 @@
-//! Storage formats of caches below 16 bits: what a code means, and how a number becomes one.
+//! Storage formats of caches below 16 bits: the values of codes, and the rounding of numbers to
+//! codes.
 //!
 //! | element | values | a value is |
 //! |---|---|---|
@@ -137,7 +138,7 @@ fn nearest_code(magnitude: f32, mantissa_bits: u32, min_exponent: i32) -> u8 {
     (((exponent - min_exponent) as u32) * (1 << mantissa_bits) + steps) as u8
 }
 
-/// A scale past the range of f16 saturates, where GGUF stores an infinity.
+/// A scale past the range of f16 saturates; GGUF stores an infinity.
 fn saturate_scale(scale: f32) -> f32 {
     if f16::from_f32(scale).is_infinite() { f16::MAX.to_f32().copysign(scale) } else { scale }
 }

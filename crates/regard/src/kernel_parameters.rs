@@ -13,7 +13,7 @@ use crate::variant::{QueryOffset, Variant};
 /// it do not overflow.
 const UNBOUNDED: i64 = 1 << 50;
 
-/// A number that checking has bounded by what an `i32` can count.
+/// A number that checking has bounded by the range of an `i32`.
 pub(crate) fn count(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
@@ -21,9 +21,9 @@ pub(crate) fn count(n: usize) -> i32 {
 /// Lengths, as far as shapes tell them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Lengths {
-    /// Query tokens per sequence; of all sequences where queries are ragged.
+    /// Query tokens per sequence; of all sequences if queries are ragged.
     pub query_len: i32,
-    /// Keys per sequence; of all sequences where keys are ragged; 0 for an empty pool.
+    /// Keys per sequence; of all sequences if keys are ragged; 0 for an empty pool.
     pub kv_len: i32,
     /// Bound on the query tokens of a sequence.
     pub query_len_bound: i32,
@@ -118,7 +118,7 @@ pub(crate) fn scale_strides(scales: &Dims) -> RowStrides {
 }
 
 /// Strides of lists, of their counts or of their numbers, zeros if there are none: from row to row
-/// or, of pages, from sequence to sequence. No stride of heads where all share a list.
+/// or, of pages, from sequence to sequence. No stride of heads if all share a list.
 pub(crate) fn list_strides<M: Memory>(lists: KeyLists, tensor: Option<&Tensor<M>>) -> TokenStrides {
     let (owner, head) = if lists.lists_pages() { (1, 0) } else { (0, 1) };
     tensor.map_or(TokenStrides::default(), |tensor| TokenStrides {

@@ -91,7 +91,7 @@ pub use variant::{Attention, QueryOffset, Values, Variant, Window};
 /// shape make a [`Plan`]: it allocates once.
 ///
 /// # Errors
-/// If an operand breaks the contract; the message names it, what it was and what is allowed.
+/// If an operand breaks the contract; the message names it, its value and the allowed values.
 pub fn attention<T: Float>(
     q: Tensor,
     k: Tensor,

@@ -1,5 +1,4 @@
-//! Facts about devices: what selection and planning need to know, for machines that are here and
-//! machines that are not.
+//! Facts about devices that selection and planning need, for this machine and for others.
 
 use crate::apple_chips::{Chip, chip};
 use crate::error::Error;
@@ -39,7 +38,7 @@ pub struct CpuFacts {
     pub bf16_products: Bf16Products,
     /// Threads to use.
     pub threads: usize,
-    /// First-level data cache of a core, in bytes; `None` where it is not known.
+    /// First-level data cache of a core, in bytes; `None` if it is not known.
     pub l1d_bytes: Option<usize>,
     /// Second-level cache of a core, in bytes.
     pub l2_bytes: Option<usize>,
@@ -75,8 +74,8 @@ pub struct MetalFacts {
 const MIB: usize = 1 << 20;
 
 impl Machine {
-    /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD`
-    /// says). Starts no thread.
+    /// This machine's CPU: all its threads, its widest vector instructions (or the level that
+    /// `REGARD_SIMD` names). Starts no thread.
     ///
     /// "All its threads" is a thread per core that this process may use, or fewer if
     /// `RAYON_NUM_THREADS` says so. Inside a rayon pool (feature `rayon`) it is the number of
@@ -118,8 +117,8 @@ impl Machine {
         self
     }
 
-    /// The same machine multiplying bf16 in that way; where its level lacks it here, they are
-    /// widened. No effect on GPUs.
+    /// The same machine multiplying bf16 in that way. If its level lacks that arithmetic here, bf16
+    /// are widened. No effect on GPUs.
     pub fn with_bf16_products(mut self, products: Bf16Products) -> Machine {
         if let Device::Cpu(facts) = &mut self.device {
             facts.bf16_products =
@@ -207,8 +206,8 @@ impl fmt::Display for Machine {
 /// The environment variable that bounds the number of threads by default.
 const THREADS: &str = "RAYON_NUM_THREADS";
 
-/// Threads to use by default. Asking rayon outside of a pool would start its global one, which
-/// panics where no threads can be had.
+/// Threads to use by default. Asking rayon outside of a pool would start its global pool, which
+/// panics if no threads can be had.
 fn default_threads() -> usize {
     #[cfg(feature = "rayon")]
     if rayon::current_thread_index().is_some() {
@@ -221,7 +220,7 @@ fn default_threads() -> usize {
     })
 }
 
-/// As many threads as cores, or fewer where the variable has a number from 1 up.
+/// As many threads as cores, or fewer if the variable has a number from 1 up.
 fn bounded_threads(cores: usize, wish: Option<&str>) -> usize {
     // A number that is too large for its type is too large for this machine as well.
     let wish = wish.and_then(|wish| wish.trim().parse().ok()).filter(|&wish: &usize| wish > 0);

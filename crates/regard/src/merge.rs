@@ -1,5 +1,5 @@
-//! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become those over
-//! all of them. The operands, and the checks that all backends share.
+//! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become the output
+//! and log-sum-exp over all of them. The operands, and the checks that all backends share.
 
 use crate::dtype::DType;
 use crate::error::Error;
@@ -7,8 +7,9 @@ use crate::expect::{Strided, expect, expect_apart, expect_injective};
 use crate::memory::{Host, Memory};
 use crate::tensor::{Dims, Tensor, TensorMut};
 
-/// Partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread
-/// over devices), and where their merge goes: [`crate::state::merge`] for any number of parts.
+/// Partial results over disjoint sets of keys (a shared prefix and the keys after it, caches spread
+/// over devices), and the destination of their merge: [`crate::state::merge`] for any number of
+/// parts.
 ///
 /// `rows` stands for any number of dimensions, such as `B, Lq, Hq`. A part whose log-sum-exp is
 /// minus infinity has seen no key: its output is not read. If no part has seen a key, zero and
@@ -99,8 +100,8 @@ impl<M: Memory> Merge<'_, M> {
         Ok(MergeShape { count, rows: row_count, dim })
     }
 
-    /// Checks what GPUs ask for besides: every tensor is contiguous from the second dimension of
-    /// the parts on.
+    /// Checks the further requirement of GPUs: every tensor is contiguous from the second dimension
+    /// of the parts on.
     pub(crate) fn check_contiguous(&self) -> Result<(), Error> {
         let from_second = "contiguous from the second dimension on";
         let Merge { parts, part_lse, out, lse } = self;

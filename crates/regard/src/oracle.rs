@@ -1,9 +1,9 @@
 //! The semantics, executable: attention in f64, one row and one key at a time.
 //!
-//! [`attention`] is what every kernel of every backend must agree with; read it beside
-//! `docs/semantics.md`. It shares nothing with the kernels but the description of the problem, and
-//! it is slow. [`naive`] is the same maths without any care for rounding, in the type of the
-//! inputs: how far it strays from [`attention`] is what a kernel may stray ([`Judge`]).
+//! Every kernel of every backend must agree with [`attention`]; read it beside `docs/semantics.md`.
+//! It shares nothing with the kernels but the description of the problem, and it is slow. [`naive`]
+//! is the same maths without any care for rounding, in the type of the inputs. Its distance from
+//! [`attention`] bounds the distance of kernels ([`Judge`]).
 //!
 //! Both take the rows to compute, so that a benchmark can check a sample of a large problem;
 //! [`all_rows`] names every row.
@@ -40,7 +40,7 @@ pub struct Reference {
     pub out: Vec<f64>,
     /// `[rows]`. Over [`all_rows`], that is the layout of a contiguous `lse`.
     pub lse: Vec<f64>,
-    /// `[rows]`: what rounding does to each row.
+    /// `[rows]`: the effect of rounding on each row.
     pub rounding: Vec<Rounding>,
 }
 
@@ -85,8 +85,8 @@ pub struct Rounding {
     pub empty: bool,
 }
 
-/// Every row, in the order of a contiguous output: `[B, Lq, Hq]`, or `[total, Hq]` where sequences
-/// are ragged.
+/// Every row, in the order of a contiguous output: `[B, Lq, Hq]`, or `[total, Hq]` if sequences are
+/// ragged.
 ///
 /// # Errors
 /// If the inputs break the contract.
@@ -136,9 +136,9 @@ fn exact_rows(inputs: &Inputs, rows: &[Row], cache: &mut Cache) -> Reference {
 /// empty.
 ///
 /// f32: plain loops in f32. f16 and bf16, as an unfused composition of matrix products and a
-/// softmax does it: sums of products are f32, and what would pass through memory between the steps
-/// (scores, probabilities, the output) is rounded to the type; biases are added in f32. The output
-/// is rounded to `out_dtype`.
+/// softmax does it: sums of products are f32. Results that would pass through memory between the
+/// steps (scores, probabilities, the output) are rounded to the type. Biases are added in f32. The
+/// output is rounded to `out_dtype`.
 ///
 /// # Errors
 /// If the inputs break the contract.
@@ -183,7 +183,7 @@ fn exact_row(row: &RowOperands, cache: &mut Cache) -> ExactRow {
     };
     let kept: Vec<Kept> = row.candidates().into_iter().filter_map(score).collect();
 
-    // 5. softmax over what was kept and the sink.
+    // 5. softmax over the kept keys and the sink.
     let sink = row.sink();
     let max = kept.iter().map(|kept| kept.score).fold(sink, maximum);
     let mut out = vec![0.0; row.value_dim()];

@@ -73,7 +73,7 @@
 //!   them;
 //! - [`free`](PageAllocator::free) ends a sequence.
 //!
-//! [`Step`] collects what one step of continuous batching needs: chunks of prompts and single
+//! [`Step`] collects the tables of one step of continuous batching: chunks of prompts and single
 //! decodes of many sequences, with their positions, slots, lengths and block table.
 //!
 //! If pages run out, the error is [`Error::OutOfPages`] with the numbers, and nothing has changed:
@@ -179,8 +179,8 @@ pub struct PageAllocator {
     block_size: usize,
     /// Blocks of the pool.
     blocks: usize,
-    /// Sequences that hold each block, of those that were handed out before. Later ones were never
-    /// used.
+    /// Number of sequences that hold each block, for blocks that were handed out before. Later ones
+    /// were never used.
     references: Vec<u32>,
     /// Blocks that were used and that none holds now; the last one is handed out next, so that
     /// memory in use stays warm.
@@ -207,8 +207,8 @@ impl PageAllocator {
     /// An allocator for a pool of `blocks` blocks of `block_size` slots, all free.
     ///
     /// # Errors
-    /// If `block_size` is 0, either exceeds what an `i32` counts, or there is no memory to count so
-    /// many blocks.
+    /// If `block_size` is 0, either exceeds the range of an `i32`, or there is no memory to count
+    /// so many blocks.
     pub fn new(blocks: usize, block_size: usize) -> Result<PageAllocator, Error> {
         if block_size == 0 || block_size > MAX_LEN {
             return Err(Error::argument("block_size", block_size, format!("1..={MAX_LEN}")));
@@ -272,8 +272,8 @@ impl PageAllocator {
         SequenceId { index, number: sequence.number }
     }
 
-    /// A new sequence with all tokens of `sequence`. No block is taken: the two share what they
-    /// have in common until one of them writes.
+    /// A new sequence with all tokens of `sequence`. No block is taken: the two sequences share
+    /// their common blocks until one of them writes.
     ///
     /// # Errors
     /// If the sequence was freed.
@@ -359,7 +359,7 @@ impl PageAllocator {
         }
         state.table.extend((usize::from(shared)..needed).map(|_| take()));
         if let Some(copy) = copy {
-            // Others hold it still: that is what made it shared.
+            // Others hold it still: it was shared.
             references[copy.from] -= 1;
         }
         let start = state.len;
@@ -429,8 +429,7 @@ impl PageAllocator {
         Ok(self.get(sequence)?.len)
     }
 
-    /// The blocks of a sequence, in order: its row of the block table, -1 where a block was
-    /// released.
+    /// The blocks of a sequence, in order: its row of the block table, -1 for a released block.
     ///
     /// # Errors
     /// If the sequence was freed.

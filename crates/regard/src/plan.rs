@@ -67,7 +67,7 @@ impl PartialEq for Plan {
 impl Eq for Plan {}
 
 impl Plan {
-    /// A plan of what a backend decided.
+    /// A plan of a backend's decisions.
     ///
     /// # Errors
     /// If its workspace is larger than memory can be.

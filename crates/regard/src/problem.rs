@@ -33,7 +33,7 @@ use std::convert::Infallible;
 /// The largest head dim, of keys or of values.
 pub const MAX_HEAD_DIM: usize = 576;
 
-/// The longest sequence, and the largest number of sequences or blocks: what an `i32` can count.
+/// The longest sequence, and the largest number of sequences or blocks: the range of an `i32`.
 pub const MAX_LEN: usize = i32::MAX as usize;
 
 /// The largest magnitude of `scale`, of `softcap` (whose minimum is the inverse of this) and of an
@@ -166,7 +166,7 @@ pub struct Problem {
     pub prefix_groups: usize,
     /// Whether the log-sum-exp of each row is asked for.
     pub lse: bool,
-    /// Whether a row's bits must not depend on what runs beside it.
+    /// Whether a row's bits must not depend on the rows beside it.
     pub batch_invariant: bool,
 }
 
@@ -206,8 +206,8 @@ pub struct Sequence {
     pub q_len: usize,
     /// Its first key: in its own batch entry or block table row (0), or in the ragged tensor.
     pub kv_start: usize,
-    /// Its keys; the slots of the pool, where lists hold physical slots, and of a list, where those
-    /// hold pages.
+    /// Its keys. If lists hold physical slots, the slots of the pool; if lists hold pages, the
+    /// slots of a list.
     pub kv_len: usize,
     /// The position of its first query row.
     pub q_offset: i64,
@@ -227,8 +227,8 @@ impl Sequence {
 
 impl Problem {
     /// One query row of one head over no keys, batched, full attention, with values as wide as
-    /// keys, and keys, values and results of the queries' type: what to start from, so that a
-    /// caller names only what differs.
+    /// keys, and keys, values and results of the queries' type. A caller starts from it, and names
+    /// only the differences.
     ///
     /// ```
     /// use regard::{DType, KvStorage, Machine, Plan, Problem, Variant};
@@ -350,7 +350,7 @@ impl Problem {
     }
 
     /// The problem that these operands pose. Checks every shape, type, stride, length and visible
-    /// block-table entry; what it accepts is safe to run.
+    /// block-table entry. Operands that it accepts are safe to run.
     pub fn from_operands<M: Memory>(
         inputs: &Inputs<M>,
         outputs: &Outputs<M>,
@@ -477,8 +477,9 @@ impl<'a, M: Memory> Inputs<'a, M> {
         Inputs { q, k, v, attention }
     }
 
-    /// Every tensor that is given, by its name: `q`, `k`, `v`, and what [`Attention::named`] lists.
-    /// Values that are a part of the keys, and their scales, are not listed again.
+    /// Every tensor that is given, by its name: `q`, `k`, `v`, and the tensors that
+    /// [`Attention::named`] lists. Values that are a part of the keys, and their scales, are not
+    /// listed again.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, &Tensor<'a, M>)> {
         let own_values = (!self.has_key_prefix()).then_some(("v", &self.v));
         let own_scales = !self.has_key_scales();
@@ -533,7 +534,7 @@ impl<'a> Inputs<'a> {
     /// Sequence `index` of the batch.
     ///
     /// # Panics
-    /// May panic where the inputs were not checked ([`Problem::from_operands`]) or have no such
+    /// May panic if the inputs were not checked ([`Problem::from_operands`]) or have no such
     /// sequence.
     pub fn sequence(&self, index: usize) -> Sequence {
         let ints = |tensor: &Tensor<'a>| tensor.as_slice::<i32>().expect("checked: an i32 vector");

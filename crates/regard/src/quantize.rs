@@ -134,7 +134,7 @@ mod tests {
         let mut values: Vec<f32> = (0..1024 * BLOCK_VALUES)
             .map(|i| {
                 state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                // Scales from 1 down to those that are 0 in f16.
+                // Scales from 1 down to scales that are 0 in f16.
                 let exponent = 19 + (i / BLOCK_VALUES % 32) as i32;
                 ((state >> 8) as f32 - (1 << 23) as f32) * 2f32.powi(-exponent)
             })

@@ -17,7 +17,7 @@ pub enum Kernel {
     CpuAmx,
     /// One that ships as device code for NVIDIA GPUs: the name of its module.
     Cuda(&'static str),
-    /// One of those for Apple GPUs: its name in [`metal::source`](crate::metal::source).
+    /// A kernel for Apple GPUs: its name in [`metal::source`](crate::metal::source).
     Metal(&'static str),
 }
 

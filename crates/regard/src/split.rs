@@ -51,14 +51,14 @@ pub(crate) const ITEMS_PER_WORKER: usize = 4;
 pub(crate) const MIN_KEYS: usize = 256;
 
 /// Maximum partial states, in row blocks per worker. It bounds the workspace to threads times tile
-/// in batch-invariant mode, where the number of splits grows with the keys; otherwise
-/// [`ITEMS_PER_WORKER`] already does.
+/// in batch-invariant mode, in which the number of splits grows with the keys. Otherwise
+/// [`ITEMS_PER_WORKER`] bounds it already.
 pub(crate) const PARTIAL_BLOCKS_PER_WORKER: usize = 8;
 
 /// Keys per split in batch-invariant mode, always.
 pub const INVARIANT_KEYS: usize = 1024;
 
-/// A split without its reason: what a run decides for the lengths in use, without allocating.
+/// A split without its reason, as a run decides it for the lengths in use, without allocating.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cut {
     /// As [`Split::keys`].

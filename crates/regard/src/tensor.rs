@@ -92,7 +92,7 @@ impl Dims {
         &self.strides[..self.rank()]
     }
 
-    /// The number of elements (the largest `usize` where the product overflows it).
+    /// The number of elements (the largest `usize` if the product overflows it).
     pub fn len(&self) -> usize {
         if self.is_empty() {
             0

@@ -37,12 +37,12 @@ impl MapPlace {
 /// in this order, without gaps. 0: the mask hides all keys of the tile from all rows of the block.
 /// 1: it changes no score. 2: neither, or not known.
 ///
-/// `tile_map` of each backend finds it, and says what its heads and rows are.
+/// `tile_map` of each backend makes it, and its documentation defines the heads and rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TileMap {
     /// Offset in the workspace, in bytes.
     pub at: usize,
-    /// Sequences; 1 where the mask is the same for all.
+    /// Sequences; 1 if the mask is the same for all.
     pub batch: usize,
     /// Heads, likewise.
     pub heads: usize,

@@ -110,7 +110,7 @@ impl Upload {
     }
 }
 
-/// Lets C's functions encode, and runs what they have encoded.
+/// Lets C's functions encode, and runs the encoded commands.
 fn submit(encode: impl FnOnce(*mut c_void) -> Status) {
     objc2::rc::autoreleasepool(|_| {
         let device = MTLCreateSystemDefaultDevice().expect("a device");

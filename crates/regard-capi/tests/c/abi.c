@@ -178,7 +178,7 @@ static void wrong(const regard_operands *good) {
     EXPECT_ERROR(regard_problem_of(good, NULL, &problem), REGARD_STATUS_ARGUMENT, "`kv_lens[1]` is 38; allowed: 0..=37");
     lens_data[1] = 20;
 
-    /* A struct of a later version of the header: zeros beyond what is known are fine, anything else is not. */
+    /* A struct of a later version of the header: zeros past the known fields are fine, anything else is not. */
     struct {
         regard_operands known;
         int64_t later;

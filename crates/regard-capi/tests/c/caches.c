@@ -270,7 +270,7 @@ static void lists_of_keys(void) {
     EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "allowed: REGARD_KEY_LISTS too");
 }
 
-/* A list of all pages gives what a block table does. */
+/* A list of all pages gives the results of a block table. */
 static void lists_of_pages(void) {
     enum { D = 32, BLOCKS = 4, SLOTS = 4, PAGES = 3, ROWS = BLOCKS * SLOTS * KV_HEADS };
     static float queries[2 * QUERY_HEADS * D], keys[ROWS * D], values[ROWS * D], results[2][2 * QUERY_HEADS * D];

@@ -1,7 +1,7 @@
 // A serving engine's step over the C interface: continuous batching on a paged cache.
 //
-// Prepared once: a plan for the largest step, a workspace, the pools. Every step then has other sequences, lengths, tables and
-// pages. docs/engine-contract.md has what an engine may rely on. Compiled and run by tests/abi.rs.
+// Prepared once: a plan for the largest step, a workspace, the pools. Every step then has other sequences, lengths,
+// tables and pages. docs/engine-contract.md lists the guarantees to engines. Compiled and run by tests/abi.rs.
 
 #include <regard.h>
 

@@ -61,7 +61,7 @@ static size_t size_of_type(int32_t dtype) {
     return dtype == REGARD_DTYPE_BOOL ? 1 : dtype == REGARD_DTYPE_F16 || dtype == REGARD_DTYPE_BF16 ? 2 : 4;
 }
 
-/* A new operand of that shape: its outer dimensions in any order in memory, with gaps, backwards, or repeated where it is only read. */
+/* A new operand of that shape: its outer dimensions in any order in memory, with gaps, backwards, or repeated if it is only read. */
 static operand *view(int32_t dtype, uint32_t rank, const int64_t *shape, int plain, int written) {
     operand *o = &operands_[used++];
     int64_t strides[REGARD_MAX_RANK] = {0}, step = shape[rank - 1], low = 0, high = shape[rank - 1] - 1;
@@ -215,7 +215,7 @@ static void between_guard_pages(const char *machine) {
     for (int round = 0; round < ROUNDS; round++) {
         regard_operands o;
         compose(&o);
-        /* Planned where the operands are ordinary memory. */
+        /* Planned over operands in ordinary memory. */
         for (int i = 0; i < used; i++) operands_[i].tensor.data = operands_[i].content + operands_[i].first;
         regard_plan *plan = NULL;
         regard_status status = regard_plan_for(&o, &device, &plan);
@@ -332,7 +332,7 @@ static void wild_problems(void) {
     EXPECT(counts[0] > ROUNDS / 50 && counts[1] > ROUNDS / 10 && counts[2] > 0);
 }
 
-/* Structs with any size field, at the end of what can be read. */
+/* Structs with any size field, at the end of readable memory. */
 static void wild_sizes(void) {
     static const size_t sizes[] = {0, 1, 7, 8, 16, 40, 55, 56, 57, 64, 80, 88, 96, 104, 112, 113, 120, 121, 128, 129, 159, 160, 161, 168, 176, 177, 4096, 65536, 65537, SIZE_MAX};
     const size_t known[6] = {offsetof(regard_operands, k_scales), offsetof(regard_problem, chunk), sizeof(regard_device), offsetof(regard_append, k_scales), sizeof(regard_merge), sizeof(regard_block_copies)};
@@ -359,7 +359,7 @@ static void wild_sizes(void) {
             EXPECT(sense || strstr(regard_last_error(), ".size` is ") != NULL);
             unguard(g);
         }
-    /* A tensor that ends where nothing more can be read. */
+    /* A tensor at the end of readable memory. */
     guarded g = guard(sizeof(regard_tensor), 1);
     memset(g.data, 0, sizeof(regard_tensor));
     regard_operands o;

@@ -43,8 +43,8 @@ impl Cuda {
 /// The cases that try the modules for prefix groups.
 const PREFIX_CASES: &str = "--cases prefixes/";
 
-/// Modules that the search does not look for, each with what tries it: those for another purpose
-/// than attention, and those for prefix groups, which run beside a decode module.
+/// Modules that the search does not look for, each with the test that tries it: modules for another
+/// purpose than attention, and modules for prefix groups, which run beside a decode module.
 pub const OTHERS: [(&str, &str); 17] = [
     ("append", "--laws=append"),
     ("merge", "--laws=merge"),
@@ -202,8 +202,8 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
 }
 
 /// The same for modules in f32 for caches in any format. Queries of f32 run in them over all
-/// caches; others where keys and values are of different kinds or very long, and in prefill where
-/// f16 cannot hold probabilities times the scales of values.
+/// caches. Other queries run in them if keys and values are of different kinds or very long, and in
+/// prefill if f16 cannot hold probabilities times the scales of values.
 fn types_in_f32() -> Vec<Types> {
     let of = |queries, cache| Types { queries, cache };
     vec![
@@ -298,7 +298,7 @@ fn run_once(
     data: &Case,
 ) -> Result<Output, Error> {
     case.run(data, |inputs, outputs| {
-        // Checked here, where contents can be read.
+        // Checked here: contents can be read here.
         Problem::from_operands(inputs, outputs)?;
         let planned = |_: &Gpu, inputs: &Inputs<DeviceMemory>, outputs: &Outputs<DeviceMemory>| {
             let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &case.machine)?;
@@ -315,7 +315,7 @@ fn run_once(
     })
 }
 
-/// The modules among those queued that have something to do, with the features of the run.
+/// The queued modules that have something to do, with the features of the run.
 pub fn used(
     spec: &Spec,
     launches: &Launches,

@@ -366,7 +366,7 @@ fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
             before == OffsetSpec::BottomRight
         }
         EmptyRows => {
-            // Rows before all keys, where what is after them is hidden.
+            // Rows before all keys, if keys after a row are hidden.
             spec.offset = OffsetSpec::Same(-(queries.div_ceil(8) as i64));
             spec.causal = !spec.tree;
             before == OffsetSpec::BottomRight && !spec.tree
@@ -401,7 +401,7 @@ fn add_key_positions(feature: Feature, spec: &mut Spec) -> bool {
     free && !spec.tree
 }
 
-/// As [`add`], for what changes scores; whether it is possible.
+/// As [`add`], for features that change scores. Returns whether it is possible.
 fn add_to_scores(feature: Feature, spec: &mut Spec) -> bool {
     use Feature::*;
     let MaxLens { queries, keys } = spec.max_lens();

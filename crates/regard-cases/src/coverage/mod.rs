@@ -31,7 +31,7 @@ pub struct Subject {
     pub values: Values,
     /// Whether its rows have lists of keys.
     pub lists: bool,
-    /// Head dims of keys and of values to try: those that it is compiled for first.
+    /// Head dims of keys and of values to try: the dims that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.
     pub shapes: Vec<[usize; 5]>,
@@ -116,13 +116,13 @@ impl CoverageCase {
     }
 }
 
-/// A backend: what ships, and what runs for a problem.
+/// A backend: its shipped kernels, and the kernels that run for a problem.
 pub trait Backend: Sync {
     /// Every kernel that ships and computes attention.
     fn subjects(&self) -> Vec<Subject>;
 
-    /// The names of those that run for a case, each with the features that are the run's and not
-    /// the description's.
+    /// The names of the subjects that run for a case, each with the features that come from the run
+    /// instead of the description.
     ///
     /// # Errors
     /// Why nothing runs it.

@@ -1,4 +1,4 @@
-//! The search for cases: what a kernel accepts, and few cases that cover it.
+//! The search for cases: the features that a kernel accepts, and few cases that cover them.
 
 use super::feature::{Feature, Features, add, features};
 use super::{Backend, CoverageCase, Subject};
@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// may hide the defects of another.
 const MAX_ADDED: usize = 8;
 
-/// Features that may be what makes a kernel run, or what another feature needs: tried beside one or
-/// two that lead nowhere by themselves.
+/// Features that may make a kernel run, or that another feature may need: tried beside one or two
+/// features that lead nowhere by themselves.
 const ENABLERS: [Feature; 12] = [
     Feature::Causal,
     Feature::RaggedQueries,
@@ -78,7 +78,7 @@ impl Coverage {
         covered
     }
 
-    /// Accepted features and pairs without a case among those that `covered` has counted.
+    /// Accepted features and pairs without a case among the cases that `covered` has counted.
     pub fn empty(&self, covered: &Covered) -> (Vec<Feature>, Vec<(Feature, Feature)>) {
         let features =
             self.accepted().iter().filter(|feature| !covered.features.contains_key(feature));
@@ -87,7 +87,7 @@ impl Coverage {
     }
 }
 
-/// A shape, head dims, a machine: what features are added to.
+/// The base that features are added to: a shape, head dims, a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Base {
     shape: usize,
@@ -129,7 +129,7 @@ struct Search<'a> {
     backend: &'a dyn Backend,
     subject: &'a Subject,
     bases: Vec<Base>,
-    /// Pairs that were seen, and what has them. A feature alone is a pair with itself.
+    /// Pairs that were seen, and the recipe that has them. A feature alone is a pair with itself.
     seen: BTreeMap<(Feature, Feature), Recipe>,
 }
 
@@ -181,8 +181,8 @@ impl Search<'_> {
                     .flat_map(|dims| (0..types.len()).map(move |types| (dims, types)))
                 {
                     let base = Base { shape, dims, types, machine };
-                    // Ragged queries are what brings both prefill and decode; what else it takes
-                    // comes on top.
+                    // Ragged queries bring both prefill and decode; the other needed features come
+                    // on top.
                     let alone = ENABLERS.iter().map(|&enabler| Features::from_list(&[enabler]));
                     let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
                     let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
@@ -219,7 +219,7 @@ impl Search<'_> {
         (has.has_all(recipe.added) && spec.clone().legal() == spec).then_some((spec, lse))
     }
 
-    /// Tries a recipe, and remembers what it shows.
+    /// Tries a recipe, and remembers its features and pairs.
     fn attempt(&mut self, recipe: &Recipe) -> Outcome {
         let Some((spec, lse)) = self.make(recipe) else { return Outcome::Impossible };
         let machine = &self.subject.machines[recipe.base.machine];
@@ -274,7 +274,8 @@ impl Search<'_> {
                 cases.extend(self.case(recipe, Some(feature), made.len(), &mut covered));
             }
         }
-        // Trying recipes may show pairs that no search has found: what is left can grow on the way.
+        // Trying recipes may show pairs that no search has found: the rest to cover can grow on the
+        // way.
         while let Some(pair) = self.first_left(&covered) {
             let seen = self.seen[&pair];
             let mut recipe = Recipe { seed: made.len() as u64 + 1, ..seen };
@@ -295,7 +296,7 @@ impl Search<'_> {
         self.seen.keys().find(|pair| pair.0 != pair.1 && !covered.contains(pair)).copied()
     }
 
-    /// Adds features that cover what is left, in an order that differs from case to case.
+    /// Adds features that cover the rest, in an order that differs from case to case.
     fn extend(&mut self, recipe: &mut Recipe, covered: &BTreeSet<(Feature, Feature)>) {
         let Outcome::Runs(mut has) = self.attempt(recipe) else { return };
         let order = Noise::new(recipe.seed, &[0x6f72_6465]).permutation(Feature::ALL.len());
@@ -320,7 +321,7 @@ impl Search<'_> {
         }
     }
 
-    /// The case of a recipe; adds what it covers.
+    /// The case of a recipe; counts its features and pairs as covered.
     fn case(
         &mut self,
         recipe: &Recipe,
@@ -377,7 +378,7 @@ fn recipe(base: Base, added: Features) -> Recipe {
     Recipe { base, added, seed: 1 }
 }
 
-/// Whether a feature comes with a base or with what runs, and is not added.
+/// Whether a feature comes with a base or with the kernel that runs, and is not added.
 fn is_of_run(feature: Feature) -> bool {
     use Feature::*;
     matches!(

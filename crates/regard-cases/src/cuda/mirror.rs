@@ -6,7 +6,7 @@ use regard::cuda::{DeviceMemory, driver_error};
 use regard::{DType, Dims, Error, Tensor, TensorMut};
 use std::sync::Arc;
 
-/// Bytes of NaN before and after what is copied.
+/// Bytes of NaN before and after the copied bytes.
 const GUARD: usize = 512;
 
 /// All bits set: NaN in every floating type, -1 in integers.
@@ -92,8 +92,8 @@ impl Place {
         if self.bytes == 0 {
             return Ok(());
         }
-        // SAFETY: a view's constructor guarantees that everything it reaches, and what is
-        // between, is one live allocation.
+        // SAFETY: a view's constructor guarantees that everything it reaches, gaps included, is one
+        // live allocation.
         let bytes = unsafe { std::slice::from_raw_parts(self.low, self.bytes) };
         stream
             .memcpy_htod(bytes, &mut memory.slice_mut(self.start..self.start + self.bytes))
@@ -184,7 +184,7 @@ impl MirrorMut {
         .expect("dims of a tensor that there is, as aligned as there")
     }
 
-    /// The same with what the host's tensor holds.
+    /// The same with the contents of the host's tensor.
     ///
     /// # Errors
     /// If there is not so much memory.
@@ -205,8 +205,8 @@ impl MirrorMut {
             .map_err(|error| driver_error("clearing an output", error))
     }
 
-    /// Waits, copies what was written to a host tensor with the layout of the one that this was
-    /// made for, and looks at the surroundings.
+    /// Waits, copies the written elements to a host tensor with the layout of the mirrored tensor,
+    /// and checks the surroundings.
     ///
     /// # Errors
     /// If something was written beside it.

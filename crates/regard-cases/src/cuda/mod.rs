@@ -77,7 +77,7 @@ impl Runner {
     /// Runs a problem: for [`Case::run`](crate::Case::run).
     ///
     /// # Errors
-    /// As [`Gpu::run`], or if the run wrote what is not its own.
+    /// As [`Gpu::run`], or if the run wrote outside of its memory.
     pub fn run(&mut self, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
         self.run_planned(inputs, outputs, 1, |gpu, inputs, outputs| gpu.plan(inputs, outputs))
             .map(|_| ())
@@ -115,7 +115,7 @@ impl Runner {
         let stream = &self.stream;
         let uploaded = Uploaded::new(inputs, stream)?;
         let device_inputs = uploaded.inputs();
-        // With what the host's outputs hold: gaps between elements come back as they were.
+        // With the contents of the host's outputs: gaps between elements come back unchanged.
         let out = MirrorMut::filled(&mut outputs.out, stream)?;
         let lse = outputs.lse.as_mut().map(|lse| MirrorMut::filled(lse, stream)).transpose()?;
         let mut device_outputs =
@@ -170,7 +170,7 @@ impl Runner {
 
 impl random::Device for Runner {
     fn way(&self, _way: usize) -> String {
-        // The kernels of the run that failed, where there was one.
+        // The kernels of the run that failed, if there was one.
         self.plan.as_ref().map_or_else(|| self.gpu.machine().to_string(), kernels)
     }
 
@@ -180,7 +180,7 @@ impl random::Device for Runner {
         inputs: &Inputs,
         outputs: &mut Outputs,
     ) -> Result<(), Error> {
-        // Checked here, where contents can be read.
+        // Checked here: contents can be read here.
         Problem::from_operands(inputs, outputs)?;
         self.set_garbage(how.garbage);
         Runner::run(self, inputs, outputs)

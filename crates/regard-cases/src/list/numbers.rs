@@ -33,8 +33,8 @@ fn contents() -> Vec<Spec> {
         ("positive", Contents::from_numbers(Numbers::Positive)),
         ("positive-constant-values", mixed),
         ("peaked", Contents::from_numbers(Numbers::Peaked)),
-        // Scores of every size up to one key that takes all, values near what f32 and f16 can add
-        // up.
+        // Scores of every size up to one key that takes all, values near the largest that f32 and
+        // f16 can add up.
         ("huge", scaled(1e3, 1e3, 1e30)),
         ("huge-scores", scaled(1e17, 1e17, 1.0)),
         ("huge-queries", scaled(1e12, 1e-12, 1.0)),

@@ -83,8 +83,8 @@ fn storages() -> Vec<Spec> {
     specs
 }
 
-/// An engine's step: chunks against what is in the pages already, beside single tokens, verified
-/// drafts and nothing at all.
+/// An engine's step: chunks against the keys that are in the pages already, beside single tokens,
+/// verified drafts and nothing at all.
 fn steps() -> Vec<Spec> {
     let mut specs = Vec::new();
     let step = [
@@ -196,8 +196,8 @@ fn blocks() -> Vec<Spec> {
     specs
 }
 
-/// Caps that scores stay far below, that some come near and that most reach; alone, and before what
-/// hides or adds.
+/// Caps that scores stay far below, that some come near and that most reach; alone, and with masks
+/// and biases.
 fn capped() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, cap) in [50.0, 8.0, 4.0, 1.0].into_iter().enumerate() {
@@ -228,7 +228,7 @@ fn sloped() -> Vec<Spec> {
     specs
 }
 
-/// The same over many tiles, where a kernel may begin at the rows' own position and go round:
+/// The same over many tiles, in which a kernel may begin at the rows' own position and wrap around:
 /// chunks, rows before all keys and past them, in pages and windows, and masks that leave nothing
 /// where rows are.
 fn sloped_both_ways() -> Vec<Spec> {
@@ -260,8 +260,9 @@ fn sloped_both_ways() -> Vec<Spec> {
     specs
 }
 
-/// Head dims past 256, where a cluster of CTAs shares rows and keys: rows for one CTA only, keys
-/// for several rounds of the pipeline, dims between the modules' dims, all storages and features.
+/// Head dims past 256, for which a cluster of CTAs shares rows and keys: rows for one CTA only,
+/// keys for several rounds of the pipeline, dims between the modules' dims, all storages and
+/// features.
 pub(super) fn wide_prefill() -> Vec<Spec> {
     let dims = [(512, 512), (576, 512), (320, 264), (16, 512), (512, 64)];
     let mut specs = Vec::new();

@@ -1,4 +1,4 @@
-//! The same sequences arranged otherwise: what must not change a bit of a batch-invariant problem.
+//! The same sequences arranged otherwise. This must not change a bit of a batch-invariant problem.
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;

@@ -14,7 +14,7 @@ impl Cpu {
     /// In the way that [`Machine::host`] would use it.
     ///
     /// # Errors
-    /// If `REGARD_SIMD` asks for what is not here.
+    /// If `REGARD_SIMD` names a level that this CPU lacks.
     pub fn detected() -> Result<Cpu, Error> {
         Ok(Cpu { machines: vec![Machine::host()?] })
     }
@@ -22,7 +22,7 @@ impl Cpu {
     /// At every SIMD level that it has, with every way to multiply bf16 that it has there.
     ///
     /// # Errors
-    /// If `REGARD_SIMD` asks for what is not here.
+    /// If `REGARD_SIMD` names a level that this CPU lacks.
     pub fn all_levels() -> Result<Cpu, Error> {
         let host = Machine::host()?;
         let levels = Level::ALL.into_iter().filter(|level| level.is_available());

@@ -42,7 +42,7 @@ pub fn watch() {
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
-            // Once: raised again, the signal does what it does by default.
+            // Once: raised again, the signal has its default action.
             action.sa_flags = libc::SA_ONSTACK | libc::SA_RESETHAND;
             libc::sigaction(signal, &action, std::ptr::null_mut());
         }

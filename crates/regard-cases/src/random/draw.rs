@@ -157,7 +157,7 @@ fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
 }
 
 /// Values that are a prefix of the keys, in a tenth of the problems; half of these with the dims
-/// that models have, and some of those over rows of `mla656`.
+/// that models have, and some of these over rows of `mla656`.
 fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
     if !noise.one_in(10) {
         return spec;

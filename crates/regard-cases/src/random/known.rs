@@ -24,8 +24,8 @@ pub fn known() -> Vec<Spec> {
             let memory = crate::spec::OperandMemory { out, ..one.memory };
             specs.push(Spec { memory, ..one });
         }
-        // A maximum of rounded sums under exponents of exact ones: far above 0 where biases or
-        // scores are huge.
+        // A maximum of rounded sums under exponents of exact sums: far above 0 if biases or scores
+        // are huge.
         let slopes = |one: Spec| Spec { alibi: true, slope_kind: Slopes::Extreme, ..one };
         specs.push(slopes(spec("largest-slopes", dtype, (8, 8), (65, 1))));
         let offset = OffsetSpec::PerSequence(vec![8, -1955]);

@@ -14,8 +14,8 @@ pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> boo
     while progress {
         progress = false;
         let mut number = 0;
-        // After a success the list is made anew, and walked on from the same place: what failed to
-        // help before seldom helps right afterwards.
+        // After a success the list is made anew, and the walk goes on from the same place: changes
+        // that failed before seldom help right afterwards.
         while let Some(candidate) = candidates(&best).into_iter().nth(number) {
             let candidate = candidate.legal();
             if candidate == best {

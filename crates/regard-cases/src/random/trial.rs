@@ -1,4 +1,4 @@
-//! One problem on one device: run twice, judged, and rearranged where its bits must not change.
+//! One problem on one device: run twice, judged, and rearranged if its bits must not change.
 
 use super::arrange::{self, Arrangement};
 use super::guard::{Guarded, Side};
@@ -30,8 +30,8 @@ pub trait Device {
     /// If it is refused, or something is found wrong.
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error>;
 
-    /// Whether the problem's cache and lists of keys are what the device reads; if not, the problem
-    /// is tried without lists instead, and at last over a cache of the queries' type.
+    /// Whether the device reads the problem's cache and lists of keys. If not, the problem is tried
+    /// without lists instead, and at last over a cache of the queries' type.
     fn reads_cache(&self, spec: &Spec) -> bool {
         let _ = spec;
         true
@@ -172,7 +172,7 @@ fn difference(some: &Rows, all: &Rows) -> Option<String> {
     Some(format!("{place}, {what}: {one:e} is not {other:e}"))
 }
 
-/// Rows to judge: all where that is cheap.
+/// Rows to judge: all if that is cheap.
 fn judged_rows(spec: &Spec) -> usize {
     let max_keys = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
     (JUDGED_WORK / (max_keys * (spec.head_dim + spec.value_dim)).max(1)).max(4)
@@ -205,7 +205,7 @@ fn execute(
     };
     let again = run == Run::Again;
     let mut noise = Noise::new(spec.seed, &[0x72_756e]);
-    // Threads and cores may differ between the runs where bits must not depend on them.
+    // Threads and cores may differ between the runs if bits must not depend on them.
     let plan = noise.bits().wrapping_add(u64::from(spec.batch_invariant && again));
     let how = How {
         way,
@@ -320,7 +320,7 @@ impl Placed {
         }
     }
 
-    /// The elements without gaps, if the gaps hold what they held.
+    /// The elements without gaps, if the gaps are unchanged.
     fn taken(&self, garbage: u8) -> Result<Array, String> {
         let bytes = self.memory.bytes();
         let size = self.dtype.size();

@@ -31,8 +31,8 @@ pub enum Granularity {
     /// The keys of a head.
     #[default]
     Head,
-    /// The keys of a page and head; of a sequence and head where there are no pages (of a head,
-    /// where sequences are ragged).
+    /// The keys of a page and head. Without pages, the keys of a sequence and head, or of a head if
+    /// sequences are ragged.
     Page,
     /// Nothing: each token and head has its own.
     Token,
@@ -222,7 +222,7 @@ impl Spec {
         Some(Place::new(&shape, self.padding, &MemorySpec::default()))
     }
 
-    /// The scales of keys or values, where they are codes.
+    /// The scales of keys or values, if they are codes.
     pub(super) fn scales(
         &self,
         operand: Operand,
@@ -232,7 +232,7 @@ impl Spec {
         let place = self.place_scales(operand, keys)?;
         let shared = place.shape.iter().product::<usize>() <= self.kv_heads * self.sequences.len();
         let mut buffer = match shared && !matches!(self.keys, Keys::Paged { .. }) {
-            // Checked even where no row sees a key.
+            // Checked even if no row sees a key.
             true => vec![1.0; place.end],
             false => self.unseen(place.end),
         };

@@ -1,4 +1,4 @@
-//! A case without its data: what selection looks at. Thousands of descriptions can be tried in the
+//! A case without its data, as selection sees it. Thousands of descriptions can be tried in the
 //! time that one case takes to be made.
 
 use super::{Keys, MaskSpec, MaxLens, Spec};
@@ -6,8 +6,8 @@ use regard::{KeyLayout, KvStorage, Problem, QueryStorage, Variant};
 use std::collections::BTreeSet;
 
 impl Spec {
-    /// The kinds of block that a mask of [`Hide::Blocks`](crate::Hide) has where rows see keys:
-    /// hidden (0), left alone (1), hidden in part (2).
+    /// The kinds of block that a mask of [`Hide::Blocks`](crate::Hide) has among keys that rows
+    /// see: hidden (0), left alone (1), hidden in part (2).
     pub(crate) fn mask_blocks(&self, mask: &MaskSpec) -> BTreeSet<usize> {
         let mut kinds = BTreeSet::new();
         for (index, sequence) in self.sequences.iter().enumerate() {
@@ -151,7 +151,7 @@ mod device {
         /// it.
         ///
         /// # Errors
-        /// If the description breaks the contract, or what `look` returns.
+        /// If the description breaks the contract. Errors of `look`.
         pub fn outlined<T>(
             &self,
             lse: bool,

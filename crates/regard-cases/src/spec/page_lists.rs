@@ -1,4 +1,4 @@
-//! Lists of pages: what the rows of a sequence attend to, per key/value head.
+//! Lists of pages that the rows of a sequence attend to, per key/value head.
 
 use super::{Entries, Keys, ListSpec, Spec, Use, made};
 use crate::array::Array;

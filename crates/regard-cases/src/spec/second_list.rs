@@ -18,7 +18,7 @@ pub enum Caches {
         /// Entries of each second list.
         second: usize,
     },
-    /// The second of two alone, which those entries name.
+    /// The second of two pools alone, which these entries name.
     SecondOfTwo {
         /// Entries of each second list.
         second: usize,

@@ -1,4 +1,4 @@
-//! Lists of keys: what rows attend to, and what no list names.
+//! Lists of keys that rows attend to, and the keys that no list names.
 
 use super::second_list::Caches;
 use super::{Keys, OffsetSpec, Spec, Use, made};

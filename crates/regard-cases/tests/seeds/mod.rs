@@ -1,5 +1,5 @@
-//! Small sound cases that together use every tensor and every key of the format: what hostile files
-//! are made from, here and by the fuzz target.
+//! Small sound cases that together use every tensor and every key of the format. Hostile files are
+//! made from them, here and by the fuzz target.
 
 use regard::{QueryOffset, Window};
 use regard_cases::{Array, Case, Data, KvLayout, Layout};

@@ -104,13 +104,13 @@ fn measure_in(
     let exact = Problem::from_operands(&inputs, &outputs)?;
     let mut plans = vec![Planned::new(&target.planned(exact.clone()), machine)?];
     if target.bounds.is_some() {
-        // In turns, because what memory gives drifts within seconds.
+        // In turns, because memory bandwidth drifts within seconds.
         plans.push(Planned::new(&exact, machine)?);
     }
     plans[0].run(&inputs, &mut outputs)?;
     check(judge, operands)?;
     Load::wait_for_quiet(effort.wait);
-    // Memory is shared with neighbours that no process list shows, so what it gives is measured
+    // Memory is shared with neighbours that no process list shows, so its bandwidth is measured
     // right beside.
     let reader = setting.reader.as_ref().filter(|_| target.rotates());
     let before = reader.map(Reader::rate);
@@ -242,7 +242,7 @@ fn time(
     }
     let calls = match pause.is_zero() {
         true => (MIN_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize,
-        // Only the first call after a pause is what is asked for.
+        // Only the first call after a pause counts.
         false => 1,
     };
     let started = Instant::now();
@@ -320,7 +320,7 @@ pub(super) fn sample(inputs: &Inputs, max_rows: usize) -> Result<Vec<Row>, Error
     Ok(sampled)
 }
 
-/// The largest error, as it is and relative to what is allowed.
+/// The largest error, absolute and relative to the allowed error.
 fn check(judge: &Judge, operands: &Operands) -> Result<(f64, f64), Failure> {
     let case = &operands.copies()[0];
     let (out, lse) = operands.outputs();

@@ -1,5 +1,5 @@
-//! `regard bench`: how fast attention is here, next to what the machine can do and what others
-//! reach. Described in `docs/bench.md`.
+//! `regard bench`: the speed of attention here, next to the machine's ceilings and to other
+//! implementations. Described in `docs/bench.md`.
 
 mod ceiling;
 #[cfg(feature = "cuda")]
@@ -78,7 +78,7 @@ pub struct Request<'a> {
 const PREFILL_LENGTHS: [usize; 6] = [128, 256, 512, 1024, 2048, 4096];
 const DECODE_LENGTHS: [usize; 7] = [256, 1024, 4096, 8192, 16384, 32768, 65536];
 
-/// Measures, or reads what was measured, and prints.
+/// Measures, or reads earlier measurements, and prints.
 pub fn bench(request: &Request) -> Result<u8, Stop> {
     // Before anything is measured for them.
     for path in request.out.into_iter().chain(request.plot) {
@@ -212,7 +212,8 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
     let threads = thread_counts(request, facts.threads)?;
     let steps = targets.len() + 2 * usize::from(request.ceilings);
     let progress = Progress::for_steps("steps", steps, !request.json);
-    // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
+    // Before the shapes and after them: a disturbance of one of the two measurements hardly affects
+    // the other.
     let ceilings = || -> Result<(Vec<Ceilings>, Vec<Option<ceiling::Reader>>), Error> {
         if !request.ceilings {
             return Ok((Vec::new(), threads.iter().map(|_| None).collect()));

@@ -1,4 +1,4 @@
-//! Operands of a problem, several copies of its keys and values where runs rotate.
+//! Operands of a problem; several copies of its keys and values if runs rotate.
 
 use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
@@ -46,7 +46,7 @@ impl Operands {
                 false => k.prefix(target.problem.value_dim)?,
             };
             let mut other = Case { k, v, ..case.clone() };
-            // Scales are read with the codes, so they are cold as those are.
+            // Scales are read with the codes, so they are as cold as the codes.
             for scales in [&mut other.attention.k_scales, &mut other.attention.v_scales] {
                 *scales = scales.as_ref().map(copy).transpose()?;
             }
@@ -92,9 +92,9 @@ impl Operands {
     }
 }
 
-/// Bytes that a target's operands take on the host with that many copies of keys and values, at
-/// most: what making them takes and what the oracle reads for a row included. Counted so that it
-/// does not overflow, and nothing is allocated.
+/// Maximum bytes that a target's operands take on the host with that many copies of keys and
+/// values. Memory to make them, and memory that the oracle reads for a row, is included. Counted so
+/// that it does not overflow, and nothing is allocated.
 pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
     let problem = &target.problem;
     let product =

@@ -47,7 +47,7 @@ pub fn draw(records: &[Record]) -> Result<String, String> {
     Ok(printable(&svg).into_owned())
 }
 
-/// An error where a number is so far from the others of its kind that axes for both have no end.
+/// An error if a number is so far from the others of its kind that axes for both have no end.
 fn expect_drawable(record: &Record) -> Result<(), String> {
     const SPEEDS: RangeInclusive<f64> = 1e-6..=1e12;
     let ceilings = record.ceilings.iter().flat_map(|ceilings| {
@@ -258,8 +258,7 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
     let (x, y) = local(pixel(&(high * 1.15, 0.0)));
     area.draw_text(axis, &text(13, GREY, HPos::Right), (x, y + 34))?;
     let (edge_left, edge_right) = (low / 1.15, high * 1.15);
-    // From the highest down. Its name stands on a line, or below it where the line above is too
-    // near.
+    // From the highest down. Its name stands on a line, or below it if the line above is too near.
     let mut above = i32::MIN / 2;
     for (name, height) in &ceilings {
         let ends = [(edge_left, *height), (edge_right, *height)];

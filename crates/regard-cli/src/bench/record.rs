@@ -9,7 +9,7 @@ use std::path::Path;
 /// One measured shape. Peers' files lack the fields that their scripts cannot know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
-    /// The shape and what varies it.
+    /// The shape and its variant.
     pub name: String,
     /// The shape alone.
     #[serde(default)]
@@ -83,8 +83,8 @@ pub struct Record {
     /// right before or after this shape, whichever was more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pipeline: Option<f64>,
-    /// The ceiling that is nearer, in GFLOP/s or GB/s by `bound`; null where none applies or
-    /// none was measured.
+    /// The ceiling that is nearer, in GFLOP/s or GB/s by `bound`; null if none applies or none was
+    /// measured.
     #[serde(default)]
     pub ceiling: Option<f64>,
     /// Which ceiling that is.
@@ -96,7 +96,7 @@ pub struct Record {
     /// The largest error against the oracle on the sampled rows.
     #[serde(default)]
     pub max_error: Option<f64>,
-    /// The largest error relative to what is allowed there.
+    /// The largest error relative to the allowed error there.
     #[serde(default)]
     pub error_of_allowed: Option<f64>,
     /// Cores that other processes kept busy meanwhile.

@@ -234,7 +234,7 @@ pub enum Layout {
 pub struct Target {
     /// Its name in results: the shape's name and the variant.
     pub name: String,
-    /// Its name without what varies it.
+    /// Its name without its variant.
     pub base: String,
     /// The length if it is one of a series over lengths.
     pub length: Option<usize>,
@@ -273,7 +273,7 @@ pub struct Layers {
     pub count: usize,
 }
 
-/// The cap of scores where a shape's words ask for one.
+/// The cap of scores if a shape's words ask for one.
 const SOFTCAP: f32 = 50.0;
 
 /// The shapes that the command line selects.
@@ -301,7 +301,7 @@ impl Wish<'_> {
     /// types.
     ///
     /// # Errors
-    /// If a name or a word is not known; the message names it and what is allowed.
+    /// If a name or a word is not known; the message names it and the allowed ones.
     pub fn targets(&self) -> Result<Vec<Target>, Error> {
         let mut shapes: Vec<Shape> = Vec::new();
         for name in self.names {
@@ -514,7 +514,7 @@ impl Target {
     }
 }
 
-/// The words, those whose keys others have too replaced by the others.
+/// The words. `others` replace words with the same keys.
 fn replace(words: &str, others: &str) -> String {
     let key = |word: &str| word.split_once('=').map_or(word, |(key, _)| key).to_string();
     let replaced: Vec<_> = others.split_whitespace().map(key).collect();

@@ -29,7 +29,7 @@ pub fn with_totals(records: Vec<Record>) -> Vec<Record> {
     all
 }
 
-/// The name of the sum that a result belongs to: model, workload and what varies them.
+/// The name of the sum that a result belongs to: model, workload and variant.
 fn total_name(record: &Record) -> Option<String> {
     let (model, workload) = (record.model.as_ref()?, record.workload.as_ref()?);
     let varied = record.name.strip_prefix(record.base.as_deref()?)?;

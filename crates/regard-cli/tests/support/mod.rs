@@ -1,4 +1,4 @@
-//! Runs the command, and returns what it printed.
+//! Runs the command, and returns its output.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use serde_json::Value;

@@ -23,7 +23,7 @@ pub const SCALE: f32 = 0.5;
 /// Timed samples.
 const SAMPLES: usize = 9;
 
-/// A rank, with what the measurements need.
+/// A rank, with the state of the measurements.
 pub struct Ranks {
     pub rank: Rank<GpuRank, Nccl>,
     pub stream: Arc<CudaStream>,

@@ -32,7 +32,7 @@ pub type Target = *mut c_void;
 #[derive(Clone, Copy)]
 pub struct UniqueId(pub [c_char; 128]);
 
-/// `ncclConfig_t` as of NCCL 2.18. A newer NCCL takes what a program of that version gives.
+/// `ncclConfig_t` as of NCCL 2.18. A newer NCCL accepts the arguments of a program of that version.
 #[repr(C)]
 pub struct Config {
     size: usize,

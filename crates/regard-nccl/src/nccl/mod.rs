@@ -315,7 +315,7 @@ impl Transport for Nccl {
         }
         self.wait(queue)?;
         let mut gathered = vec![0u8; bytes.len() * self.size];
-        // SAFETY: the buffer is of that size, and what wrote it is done.
+        // SAFETY: the buffer is of that size, and the work that wrote it is done.
         unsafe { result::memcpy_dtoh_sync(&mut gathered, all.address()) }
             .map_err(|error| driver_error("copying from the GPU", error))?;
         Ok(gathered.chunks(bytes.len().max(1)).map(<[u8]>::to_vec).collect())

@@ -61,7 +61,7 @@ impl<E> Rows<E> {
 #[derive(Clone, Copy)]
 struct SlotHeads {
     data: *mut u8,
-    /// Of the block, the slot and the head, in bytes; 0 where the tensor is broadcast.
+    /// Of the block, the slot and the head, in bytes; 0 if the tensor is broadcast.
     strides: [i64; 3],
 }
 

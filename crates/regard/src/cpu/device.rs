@@ -139,8 +139,8 @@ impl Cpu {
         super::run_mapped(plan, inputs, outputs, workspace.as_mut_slice(), &*self.executor)
     }
 
-    /// Appends to a paged cache. Lengths and table entries mean what they mean on a GPU: tokens
-    /// without a slot are dropped. Allocates nothing.
+    /// Appends to a paged cache. Lengths and table entries have the same meaning as on a GPU:
+    /// tokens without a slot are dropped. Allocates nothing.
     ///
     /// # Errors
     /// If an operand breaks the contract. Nothing is written then.

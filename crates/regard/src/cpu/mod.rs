@@ -272,8 +272,8 @@ impl Runner<'_> {
                 }
             });
         }
-        // Everything, or what the executor left. Its calls have returned, so worker 0's scratch is
-        // free.
+        // All items, or the items that the executor left. Its calls have returned, so worker 0's
+        // scratch is free.
         work(0);
     }
 

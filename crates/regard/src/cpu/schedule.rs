@@ -426,8 +426,8 @@ mod tests {
         (problem.batch, problem.query_len, problem.kv_len) = (64, 2048, 131_072);
     }
 
-    /// The time until all pieces are done, and what it would be at best, in rows times keys. A
-    /// worker takes the next piece when it is done with one.
+    /// The time until all pieces are done, and the best possible time, in rows times keys. A worker
+    /// takes the next piece when it is done with one.
     fn makespan(pieces: &[Piece]) -> (usize, usize) {
         let mut loads = [0; WORKERS];
         let cost = |(_, heads, rows, keys): &Piece| heads.len() * rows.len() * keys.len();

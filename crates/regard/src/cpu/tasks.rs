@@ -26,6 +26,6 @@ pub fn run_tasks(
     if tasks > 1 && bytes >= MIN_PARALLEL_BYTES {
         executor.run(tasks, &work);
     }
-    // Everything, or what the executor left.
+    // All tasks, or the tasks that the executor left.
     work();
 }

@@ -17,7 +17,7 @@ impl Workspace {
         Workspace { memory }
     }
 
-    /// Allocates a workspace of exactly what the plan needs.
+    /// Allocates a workspace of exactly the size that the plan needs.
     ///
     /// # Errors
     /// If there is not so much memory.

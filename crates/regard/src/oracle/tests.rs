@@ -266,8 +266,8 @@ fn finite_masks_hide_nothing_however_low() {
     assert!(!lowest.rounding[0].empty);
     close(&run(&[3e38, f32::MAX]).out, &[2.0]);
     assert!(run(&[f32::NEG_INFINITY, f32::NEG_INFINITY]).rounding[0].empty);
-    // A score and a mask that together pass what f32 holds count as its largest number: the keys
-    // are equal.
+    // A sum of score and mask past the range of f32 counts as its largest number: the keys are
+    // equal.
     let masked = Attention { mask: mask(&[f32::MIN, f32::MIN]), ..Attention::default() };
     let scores = [-1e30, -1.2e30];
     close(&attention(&one_head(&[1.0], &scores, &[1.0, 2.0], masked)).unwrap().out, &[1.5]);

@@ -71,7 +71,7 @@ pub struct Agreement {
     pub out_error: f64,
     /// The largest error of any `lse`.
     pub lse_error: f64,
-    /// The largest error relative to what was allowed there; at most 1.
+    /// The largest error relative to the allowed error there; at most 1.
     pub worst: f64,
 }
 

@@ -1,6 +1,6 @@
 //! Which sequences of a step share their first pages.
 
-/// Sequences in the order of their block tables, so that those that share pages are neighbours.
+/// Sequences in the order of their block tables: sequences that share pages are neighbours.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PrefixFinder {
     order: Vec<usize>,
@@ -31,7 +31,7 @@ impl BatchTables<'_> {
         &self.table[sequence * self.width..][..self.width]
     }
 
-    /// Leading pages that two sequences share: not those that were released, or are not there.
+    /// Leading pages that two sequences share, without released and missing pages.
     fn shared(&self, a: usize, b: usize) -> usize {
         let pages = self.row(a).iter().zip(self.row(b));
         pages.take_while(|(a, b)| a == b && **a >= 0).count()
@@ -39,8 +39,8 @@ impl BatchTables<'_> {
 }
 
 impl PrefixFinder {
-    /// Finds groups, one level of them: those that save the most page reads. Sequences of a group
-    /// share more with each other than with others, or the larger group saves more.
+    /// Finds groups, one level of them: the groups that save the most page reads. Sequences of a
+    /// group share more with each other than with others, or the larger group saves more.
     pub fn find(&mut self, tables: &BatchTables, found: &mut PrefixGroups) {
         let batch = tables.kv_lens.len();
         found.groups.clear();

@@ -1,5 +1,5 @@
-//! One step of continuous batching: which sequences run, how many new tokens each brings, and where
-//! those go.
+//! One step of continuous batching: the sequences that run, the number of new tokens of each, and
+//! the slots of these tokens.
 
 use super::groups::{BatchTables, PrefixFinder, PrefixGroups};
 use super::tables::{TableLayout, Tables};
@@ -215,7 +215,7 @@ impl Step {
         self.prefixes.groups.iter().any(|&group| group >= 0)
     }
 
-    /// The position of each new token in its sequence: what rotary embeddings need.
+    /// The position of each new token in its sequence, for rotary embeddings.
     pub fn positions(&self) -> &[u32] {
         &self.positions
     }
@@ -309,7 +309,8 @@ impl Step {
     }
 
     /// Causal attention of the step's rows: `q` is `[tokens, Hq, D]`, keys and values are the
-    /// pools. Call it after [`Step::finish`]; change what the model needs (scale, window, softcap).
+    /// pools. Call it after [`Step::finish`], and set the options of the model (scale, window,
+    /// softcap).
     ///
     /// # Panics
     /// If the step was not finished.

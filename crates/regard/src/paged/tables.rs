@@ -14,7 +14,7 @@ pub struct Tables<'a, M: Memory = Host> {
     pub cu_seqlens_q: Tensor<'a, M>,
     /// `[B]`: keys of each sequence, the new ones included.
     pub kv_lens: Tensor<'a, M>,
-    /// `[B, max_blocks]`: blocks of each sequence, -1 where there is none.
+    /// `[B, max_blocks]`: blocks of each sequence, -1 if there is none.
     pub block_table: Tensor<'a, M>,
     /// `[B]`: the prefix group of each sequence, -1 for none.
     pub prefix_groups: Tensor<'a, M>,
@@ -24,7 +24,7 @@ pub struct Tables<'a, M: Memory = Host> {
 
 impl<'a, M: Memory> Tables<'a, M> {
     /// Causal attention of a step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools.
-    /// Change what the model needs (scale, window, softcap).
+    /// Set the options of the model (scale, window, softcap).
     pub fn attention(&self) -> Attention<Tensor<'a, M>> {
         Attention {
             cu_seqlens_q: Some(self.cu_seqlens_q),
@@ -58,7 +58,7 @@ pub struct TableLayout {
 }
 
 impl TableLayout {
-    /// `i32` elements of the buffer (the largest `usize` where they overflow it).
+    /// `i32` elements of the buffer (the largest `usize` if they overflow it).
     pub fn len(&self) -> usize {
         let tables = self.sequences.saturating_mul(self.max_blocks.saturating_add(3));
         tables.saturating_add(1).saturating_add(self.sequences.max(1))

@@ -1,4 +1,4 @@
-//! Problems made step by step: [`Problem::default`] and what changes it.
+//! Problems made step by step: [`Problem::default`] and the methods that change it.
 
 use super::{KeyLists, KvStorage, Problem, QueryStorage};
 use crate::dtype::DType;
@@ -11,8 +11,8 @@ impl Default for Problem {
     }
 }
 
-/// Each method changes what it names and nothing else, unless it says so, in any order.
-/// [`Problem::validate`] and [`Plan::new`](crate::Plan::new) check the result.
+/// Each method changes the property in its name and nothing else, unless it says so. Methods can be
+/// called in any order. [`Problem::validate`] and [`Plan::new`](crate::Plan::new) check the result.
 ///
 /// ```
 /// use regard::{DType, Machine, Plan, Problem, Window};
@@ -84,7 +84,7 @@ impl Problem {
         Problem { values: Values::KeyPrefix, value_dim, ..self }
     }
 
-    /// All features of scores and visibility at once, in place of those there are.
+    /// All features of scores and visibility at once, in place of the present ones.
     pub fn with_variant(self, variant: Variant) -> Problem {
         Problem { variant, ..self }
     }
@@ -114,7 +114,7 @@ impl Problem {
         Problem { lse: true, ..self }
     }
 
-    /// A row's bits do not depend on what runs beside it.
+    /// A row's bits do not depend on the rows beside it.
     pub fn with_batch_invariance(self) -> Problem {
         Problem { batch_invariant: true, ..self }
     }

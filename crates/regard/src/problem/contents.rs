@@ -11,7 +11,7 @@ pub(super) fn is_within_factor_bound(factor: f32) -> bool {
     factor.abs() <= MAX_FACTOR
 }
 
-/// The longest sequence that cumulative lengths over `total` rows can describe: `total` where they
+/// The longest sequence that cumulative lengths over `total` rows can describe: `total` if they
 /// cannot be read. Their type, shape and strides have been checked, not their entries.
 pub(super) fn longest<M: Memory>(
     argument: &str,

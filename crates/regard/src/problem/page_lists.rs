@@ -70,8 +70,8 @@ impl<M: Memory> Inputs<'_, M> {
         pages.map_or(0, |pages| pages.saturating_mul(self.k.shape()[1]).min(MAX_LEN))
     }
 
-    /// Only page lists tell where keys are, and positions are given for queries and pages
-    /// or for neither.
+    /// Only page lists give the place of keys, and positions are given for queries and pages or for
+    /// neither.
     pub(super) fn check_pages_stand_alone(&self) -> Result<(), Error> {
         let attention = &self.attention;
         if attention.page_indices.is_none() {

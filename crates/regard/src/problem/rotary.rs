@@ -44,8 +44,8 @@ impl<M: Memory> Inputs<'_, M> {
         self.attention.rotary_k.as_ref().map_or(0, last)
     }
 
-    /// The type, shape and strides of `rotary_k`, and what it stands beside. The shape of `k` has
-    /// been checked, but for its head dim.
+    /// Checks the type, shape and strides of `rotary_k`, and the options beside it. The shape of
+    /// `k` has been checked, but for its head dim.
     pub(super) fn check_rotary(&self) -> Result<(), Error> {
         let Some(rotary) = &self.attention.rotary_k else { return Ok(()) };
         if self.attention.values != Values::KeyPrefix {

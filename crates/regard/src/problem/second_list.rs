@@ -22,8 +22,8 @@ impl<'a, M: Memory> Inputs<'a, M> {
         lists.is_some_and(|lists| lists.shape().len() == 3 && lists.shape()[1] > 1)
     }
 
-    /// The values of the second cache: the first dims of its keys, if values are a prefix of those.
-    /// `None` without such a cache.
+    /// The values of the second cache: the first dims of its keys, if values are a prefix of the
+    /// keys. `None` without such a cache.
     pub(crate) fn second_values(&self) -> Option<Tensor<'a, M>> {
         match self.attention.values {
             Values::Separate => self.attention.second_v,

@@ -1,5 +1,5 @@
-//! Values that are a part of the keys: the latent cache of multi-head latent attention (MLA), where
-//! each key's first dims are its value.
+//! Values that are a part of the keys: the latent cache of multi-head latent attention (MLA). Each
+//! key's first dims are its value.
 
 use super::{Inputs, Problem};
 use crate::dtype::DType;

@@ -276,7 +276,7 @@ impl Trial {
         let slack =
             if rotated { self.dtype.epsilon() / 2.0 + 4.0 * f64::from(f32::EPSILON) } else { 0.0 };
         for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-            // Cancellation leaves small numbers with the error of what was subtracted: normal
+            // Cancellation leaves small numbers with the error of the subtracted numbers: normal
             // numbers are below 6.
             let allowed = slack * expected.abs()
                 + if rotated { 8.0 * f64::from(f32::EPSILON) * 6.0 } else { 0.0 };

@@ -1,4 +1,4 @@
-//! Copies between the blocks of pools: what the CPU does, to the byte, directly and by a graph.
+//! Copies between the blocks of pools: the same bytes as on the CPU, directly and by a graph.
 
 use super::{Broken, expect};
 use crate::cuda::{MirrorMut, Runner};

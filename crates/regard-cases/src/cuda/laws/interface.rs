@@ -1,4 +1,4 @@
-//! The interface for cudarc's slices, and what it refuses.
+//! The interface for cudarc's slices, and its refusals.
 
 use super::{Broken, expect};
 use crate::cuda::Runner;

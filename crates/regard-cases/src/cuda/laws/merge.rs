@@ -27,7 +27,7 @@ struct Trial {
 }
 
 /// Every shape and type; then attention over the shards of a cache equals attention over the cache;
-/// then what must be refused.
+/// then refusals.
 pub fn merge(runner: &mut Runner) -> Result<String, Broken> {
     let mut trials = 0;
     for (parts, rows, dim) in
@@ -87,8 +87,8 @@ impl Trial {
         let mut values = outs.numbers()?;
         for row in 0..rows {
             for k in 0..parts {
-                // Some parts have seen nothing of a row, and of the last row none has; what they
-                // hold is not to be looked at.
+                // Some parts have seen nothing of a row, and of the last row none has; the contents
+                // of such parts must not matter.
                 if (row + k) % 3 == 0 && parts > 1 || row == 3 {
                     weights[k * rows + row] = f64::NEG_INFINITY;
                     values[k * part + row * dim..][..dim].fill(f64::NAN);

@@ -22,7 +22,7 @@ use regard::Error;
 pub struct Law {
     /// Its name.
     pub name: &'static str,
-    /// Looks whether it holds: what was tried, or how it is broken.
+    /// Checks the law. Returns words about the tried problems, or a description of the violation.
     pub check: fn(&mut Runner) -> Result<String, Broken>,
 }
 

@@ -9,7 +9,7 @@ use crate::rows::bits;
 /// Runs that read one schedule, as the layers of a step do.
 const LAYERS: usize = 3;
 
-/// Bits with a schedule are those without.
+/// Bits with a schedule are the same as without.
 pub fn scheduled_equals_plain(runner: &mut Runner) -> Result<String, Broken> {
     let words = ["lengths/", "splits/", "ragged/", "paged/", "models/", "step/", "latent/"];
     let named = |spec: &Spec| words.iter().any(|word| spec.name.starts_with(word));

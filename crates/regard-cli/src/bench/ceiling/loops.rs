@@ -38,7 +38,7 @@ pub fn f32_products(level: Level) -> ProductLoop {
     ProductLoop { run, flops_per_round: (2 * CHAINS * level.lanes()) as u64 }
 }
 
-/// The loop of bf16 products added up in f32 by VDPBF16PS, where this CPU has it.
+/// The loop of bf16 products added up in f32 by VDPBF16PS, if this CPU has it.
 pub fn bf16_products() -> Option<ProductLoop> {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16") {
@@ -47,7 +47,7 @@ pub fn bf16_products() -> Option<ProductLoop> {
     None
 }
 
-/// The loop of bf16 products on the matrix unit (AMX), where this CPU has it and the system permits
+/// The loop of bf16 products on the matrix unit (AMX), if this CPU has it and the system permits
 /// it.
 pub fn tile_products() -> Option<ProductLoop> {
     #[cfg(target_arch = "x86_64")]

@@ -22,15 +22,15 @@ pub struct Ceilings {
     pub threads: usize,
     /// f32 GFLOP/s at the widest level of this CPU, and at the level in use if that is another.
     pub f32: Vec<LevelCeiling>,
-    /// bf16 GFLOP/s of VDPBF16PS, where this CPU has it.
+    /// bf16 GFLOP/s of VDPBF16PS, if this CPU has it.
     pub bf16: Option<f64>,
-    /// bf16 GFLOP/s of the matrix unit (AMX), where this CPU has it.
+    /// bf16 GFLOP/s of the matrix unit (AMX), if this CPU has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tiles: Option<f64>,
     /// GB/s of reading memory in ordinary pages. Kernels are measured against this: their operands
     /// are in such pages.
     pub read: f64,
-    /// GB/s of reading memory in huge pages, where they can be asked for.
+    /// GB/s of reading memory in huge pages, if they are available.
     #[serde(default)]
     pub read_huge: Option<f64>,
     /// GB/s of copying memory, read and written bytes together; of GPUs.

@@ -141,7 +141,7 @@ fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, 
     })
 }
 
-/// A plan with what it writes.
+/// A plan with the memory that it writes.
 struct OnGpu {
     plan: Plan,
     out: MirrorMut,

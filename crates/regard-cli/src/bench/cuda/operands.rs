@@ -28,7 +28,7 @@ impl Operands {
     /// Makes them.
     ///
     /// # Errors
-    /// If the target asks for what is not measured on a GPU, or there is not so much memory.
+    /// If the target has a feature that is not measured on a GPU, or there is not so much memory.
     pub fn new(target: &Target) -> Result<Operands, Error> {
         let problem = &target.problem;
         let head_major = target.layout == Layout::HeadMajor;
@@ -144,7 +144,7 @@ fn prefix_lens(target: &Target) -> Result<Option<Array>, Error> {
     (groups > 0).then(|| ints(vec![target.shared as i32; groups], &[groups])).transpose()
 }
 
-/// Keys and values, and where each sequence's are.
+/// Keys and values, and the place of each sequence's.
 struct Keys {
     k: Array,
     v: Array,

@@ -1,4 +1,4 @@
-//! Times of launches, and what the GPU's memory can do.
+//! Times of launches, and the speed of the GPU's memory.
 
 use super::super::Effort;
 use super::super::ceiling::{Ceilings, median};
@@ -21,7 +21,7 @@ const MAX_LAUNCHES: usize = 8192;
 /// However slow something is, runs that count end after this.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Seconds that the GPU takes for what is queued meanwhile.
+/// Seconds that the GPU takes for the work that is queued meanwhile.
 fn seconds(bench: &Bench, queue: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
     let doing = |error| driver_error("timing", error);
     let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);

@@ -10,7 +10,8 @@ use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, Mla656};
 use half::bf16;
 use std::mem::offset_of;
 
-/// Converts a row. Arguments: the row as it is stored; where `values` numbers go; `values`.
+/// Converts a row. Arguments: the row as it is stored; the destination of `values` numbers;
+/// `values`.
 pub type ConvertFn = unsafe fn(*const u8, *mut u8, usize);
 
 /// Index of a storage type in the table of converters.
@@ -191,7 +192,7 @@ impl Format for BlockQ4_0 {
 impl Format for Mla656 {
     const VALUES: usize = Mla656::VALUES;
 
-    /// All values of the row, or those that are codes.
+    /// All values of the row, or only its codes.
     #[inline(always)]
     unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
         from: *const Self,
@@ -222,8 +223,8 @@ impl Format for Mla656 {
     }
 }
 
-/// Converts a row to what products read: f32, or bf16 in `PAIRED` code. To be inlined into a
-/// function that enables V's features.
+/// Converts a row to the type that products read: f32, or bf16 in `PAIRED` code. To be inlined into
+/// a function that enables V's features.
 ///
 /// # Safety
 /// As [`Vector`]'s methods; `from` holds `values` values, a multiple of `F::VALUES`, and `to` has

@@ -58,7 +58,7 @@ pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const 
     }
 }
 
-/// `J` keys of a block, of which `count` are not repeated, and where their scores go.
+/// `J` keys of a block, of which `count` are not repeated, and the destination of their scores.
 struct Group<const J: usize> {
     keys: [*const u8; J],
     count: usize,

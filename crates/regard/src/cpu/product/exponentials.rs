@@ -138,7 +138,7 @@ impl Exponentials {
         self.next_key.set(key);
     }
 
-    /// Computes those that are left.
+    /// Computes the remaining exponentials.
     ///
     /// # Safety
     /// As [`run_portion`](Exponentials::run_portion).

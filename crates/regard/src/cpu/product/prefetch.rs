@@ -86,8 +86,8 @@ impl<'a> PrefetchQueue<'a> {
     }
 }
 
-/// The keys and values to prefetch during a tile. Keys are prefetched by the products that compute
-/// scores, values by those that accumulate the output.
+/// The keys and values to prefetch during a tile. The products that compute scores prefetch keys.
+/// The products that accumulate the output prefetch values.
 pub struct TilePrefetch<'a> {
     pub k: PrefetchQueue<'a>,
     pub v: PrefetchQueue<'a>,

@@ -51,7 +51,7 @@ pub struct Product<'a> {
 /// Fewer rows of a register tile have too few multiply-adds to compute exponentials beside them.
 pub const MIN_ROWS_BESIDE: usize = 4;
 
-/// Steps of depth between two portions of what is done beside the product.
+/// Steps of depth between two portions of the work beside the product.
 pub const STEPS_PER_PREFETCH: usize = 8;
 
 /// Steps of depth per chain: a multiple of [`STEPS_PER_PREFETCH`]. Shorter chains are more accurate

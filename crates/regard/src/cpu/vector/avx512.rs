@@ -375,7 +375,7 @@ mod tests {
         }
         for first in -6300..6350 {
             let x: [f32; 16] = std::array::from_fn(|i| first as f32 / 100.0 + i as f32 * 6.2e-4);
-            // SAFETY: the CPU has the features; those that were not asked for come with them.
+            // SAFETY: the CPU has the features that were checked, and the others come with them.
             for (x, found) in x.into_iter().zip(unsafe { exp4(x) }) {
                 let expected = 4f64.powf(f64::from(x));
                 let error = (f64::from(found) / expected - 1.0).abs();

@@ -1,5 +1,5 @@
-//! The AVX512_VBMI instructions that the [`Avx512`](super::avx512::Avx512) vector uses, where the
-//! CPU has them: VPERMI2B looks 64 bytes up in a table of 128.
+//! The AVX512_VBMI instructions that the [`Avx512`](super::avx512::Avx512) vector uses if the CPU
+//! has them: VPERMI2B looks 64 bytes up in a table of 128.
 
 use crate::format::E4m3;
 use half::bf16;

@@ -20,8 +20,8 @@ use std::ops::Range;
 /// pages apart.
 const PREFETCHED_ROWS: usize = 8;
 
-/// Loads the queries of these rows, as f32 or (`PAIRED`) as bf16, and computes what each row can
-/// see.
+/// Loads the queries of these rows, as f32 or (`PAIRED`) as bf16, and computes the range of keys
+/// that each row can see.
 ///
 /// # Safety
 /// As [`run_item`](super::attend::run_item), for rows of the item.
@@ -62,7 +62,7 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     }
 }
 
-/// Prefetches the item's rows that follow `rows`. For the first rows, prefetches those as well.
+/// Prefetches the item's rows that follow `rows`. For the first rows, prefetches `rows` as well.
 ///
 /// # Safety
 /// The enclosing function enables V's features.

@@ -53,8 +53,8 @@ pub struct ScoreTile<'a> {
     pub scale: Option<f32>,
     /// The entries of the tile, if rows have lists of keys. Then "keys" of the tile are entries.
     pub list: Option<&'a ListTile>,
-    /// Exponentials are computed later: where to write what is subtracted from each row's scores.
-    /// States get everything but the sums of the exponentials.
+    /// If exponentials are computed later: the place for the number that is subtracted from each
+    /// row's scores. States get everything but the sums of the exponentials.
     pub exponentials_later: Option<&'a Cell<[f32; MAX_ROWS]>>,
 }
 
@@ -180,8 +180,8 @@ fn leave_exponentials(
     subtract.set(maxima);
 }
 
-/// The end of a softmax whose exponentials are computed later: computes those that are left, and
-/// adds them to the states.
+/// The end of a softmax whose exponentials are computed later: computes the remaining exponentials,
+/// and adds them to the states.
 ///
 /// # Safety
 /// As [`softmax_step`], for the rows that the exponentials began with.
@@ -334,7 +334,7 @@ unsafe fn hide_invisible<V: Vector>(
     unsafe {
         let hidden = V::splat(f32::NEG_INFINITY);
         let (start, end) = (V::splat(visible.start as f32), V::splat(visible.end as f32));
-        // Only the vectors before the first fully visible one, and those after the last.
+        // Only the vectors before the first fully visible vector, and the vectors after the last.
         let before = computed.start..computed.end.min((visible.start + lane_mask) & !lane_mask);
         let after = before.end.max(visible.end & !lane_mask)..computed.end;
         for keys in [before, after] {

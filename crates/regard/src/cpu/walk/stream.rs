@@ -30,7 +30,7 @@ pub fn heads_per_item(rows: usize, heads: usize) -> usize {
 }
 
 /// Tokens per block. A block is walked head by head while the next block is prefetched in memory
-/// order. Enough to amortise what a head loads; few enough that the next block stays in L2, and
+/// order. Enough to amortise the loads per head. Few enough that the next block stays in L2, and
 /// that an item starts with few cold keys.
 const BLOCK_TOKENS: Range<usize> = 8..32;
 

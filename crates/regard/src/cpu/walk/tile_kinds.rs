@@ -16,7 +16,7 @@ pub enum TileKind {
 pub struct TileKinds<'a> {
     /// A byte per tile.
     pub kinds: &'a [u8],
-    /// From one sequence, query head, block of rows and K tile to the next; 0 where the mask is the
+    /// From one sequence, query head, block of rows and K tile to the next; 0 if the mask is the
     /// same for all.
     pub strides: [usize; 4],
     /// Tokens per block of rows, and keys per tile.
