@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Type-checks, on an x86-64 Debian machine, what only Apple's systems compile: the Metal host code of regard, its examples and tests, the C
+# Type-checks, on an x86-64 Debian machine, the code that only Apple's systems compile: the Metal host code of regard, its examples and tests, the C
 # interface and the command, for aarch64-apple-darwin. Nothing is linked or run.
 #
 #   scripts/apple.sh                 type-check with clippy's lints off and warnings as errors

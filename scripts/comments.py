@@ -12,7 +12,7 @@ import sys
 WIDTH = 100
 COMMENT = re.compile(r"^(\s*)(///|//!|//)( ?)(.*)$")
 ITEM = re.compile(r"^(\s*)([-*]|\d+\.) ")
-# Arguments in the documentation of a Python function: a name or more, and what they are.
+# Arguments in the documentation of a Python function: a name or more, and their meaning.
 ARGUMENT = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
 # Words that at the start of a line would make it a list item, a heading, a rule, a table or a quote.
 STRUCTURE = re.compile(r"([*+]|-+|=+|\d+[.)])$|[#|>]")

@@ -18,7 +18,7 @@ fi
 judged=()
 [ "${1:-}" != short ] || judged=(--rows 64)
 run check --device cuda --cases --laws "${judged[@]}" | awk '!/^ok/ || /law\//'
-# The engine contract: what is captured once is replayed.
+# The engine contract: a graph that is captured once is replayed.
 LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 cargo tests --quiet --test cuda_engine_contract
 # The C functions from Python: the section for devices.
 cargo build --release --quiet --workspace --exclude xtask --exclude regard-cases --exclude metal-host --lib

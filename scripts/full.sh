@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The long forms of what .ci/run does in short: hours. Before a release, and after a change of
+# The long forms of the steps of .ci/run: hours. Before a release, and after a change of
 # kernels, of xtask or of the emulators.
 #
 #   scripts/full.sh                  every step

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the whole case list under valgrind's memcheck: what AddressSanitizer does not see, a result that depends on unwritten memory.
-# The levels are those that valgrind can execute: scalar and AVX2, not AVX-512. Exit status 3: cannot run here.
+# It runs the levels that valgrind can execute: scalar and AVX2, not AVX-512. Exit status 3: cannot run here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v valgrind >/dev/null || { echo "memcheck: cannot run here: no valgrind" >&2; exit 3; }

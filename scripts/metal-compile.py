@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles the shipped Metal kernels with compilers other than Apple's (docs/metal.md describes what that shows).
+"""Compiles the shipped Metal kernels with compilers other than Apple's (docs/metal.md describes the findings).
 
     scripts/metal-compile.py              compare registers and stack bytes with scripts/metal-compile/registers.txt
     scripts/metal-compile.py --write      write that file
@@ -213,7 +213,7 @@ class Compiler:
         run([self.clang, *flags, "-emit-llvm", "-S", "-o", ir, source])
 
     def registers(self, number, kernel, constants):
-        """Registers and bytes of stack of a pipeline; the stack holds what ptxas spills."""
+        """Registers and bytes of stack of a pipeline; the stack holds the registers that ptxas spills."""
         text = (WORK / f"{kernel}.ll").read_text()
         values = {**COMMON, **constants}
         for name in self.types:
@@ -229,7 +229,7 @@ class Compiler:
         report = run([self.ptxas, "-v", "-arch=sm_90", f"-maxrregcount={MAX_REGISTERS}", "-o", stem.with_suffix(".cubin"), stem.with_suffix(".ptx")])
         if "__local_depot" in stem.with_suffix(".ptx").read_text():
             sys.exit(f"{kernel}, {constants}: an array is in local memory")
-        # The kernel comes first; what follows are functions that are inlined in it.
+        # The kernel comes first; functions that are inlined in it follow.
         return int(re.search(r"Used (\d+) registers", report)[1]), int(re.search(r"(\d+) bytes stack frame", report)[1])
 
 

@@ -23,7 +23,7 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
     exit 3
 fi
 
-# The environment is made again when what it is made of changes.
+# The environment is made again when its ingredients change.
 stamp=$(cat $crate/tests/requirements.txt $crate/scripts/torch_without_cuda.py | sha256sum)
 if [ "$(cat "$folder/env/stamp" 2>/dev/null)" != "$stamp" ]; then
     rm -rf "$folder/env"
@@ -48,7 +48,7 @@ if [ "$bytes" -gt 15000000 ]; then
 fi
 "$python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 
-# Not from the source folder: what is tested is the wheel.
+# Not from the source folder: the wheel is tested.
 tests="$PWD/$crate/tests"
 "$python" -m pytest -c "$PWD/$crate/pyproject.toml" --rootdir "$tests" -p no:cacheprovider "$tests" "$@"
 

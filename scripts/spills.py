@@ -11,7 +11,7 @@ import sys
 KERNEL = re.compile(r"^[0-9a-f]+ <.*cpu::compiled::(\w+::(?:product|dots|weighted|softmax))>:$")
 PRODUCT = re.compile(r"vfn?madd|vdpbf16ps")
 VECTOR = re.compile(r"%[xyz]mm")
-# Longer loops are those around the innermost ones.
+# Longer loops are the loops around the innermost ones.
 LONGEST = 400
 
 

@@ -1,13 +1,13 @@
-//! Case files from anywhere: the reader answers with a case or an error; what it accepts is refused
-//! in words or runs, and can be written and read again.
+//! Case files from anywhere: the reader answers with a case or an error. An accepted case is
+//! refused with a reason or runs, and can be written and read again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use regard::{Plan, Problem};
 use regard_cases::file;
 
-/// The most multiply-adds to spend on one input: what is fuzzed is what reads and checks, and the
-/// edges of what computes.
+/// The most multiply-adds to spend on one input: fuzzing is for the code that reads and checks, and
+/// for the edges of the kernels.
 const MAX_WORK: usize = 1 << 16;
 
 fuzz_target!(|bytes: &[u8]| {

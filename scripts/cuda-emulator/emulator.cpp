@@ -121,7 +121,7 @@ static void begin(Block &block, unsigned number, unsigned char *shared) {
     memset((void *)block.bars, 0, sizeof block.bars);
 }
 static bool ready(const Fiber &f) { return !f.done && (!f.cond || *f.cond != f.val); }
-// 0, or 1 where all threads of a cluster wait for each other.
+// 0, or 1 if all threads of a cluster wait for each other.
 extern "C" int run(const EmulatedLaunch *what) {
     launch = what;
     emu_late = launch->copies_late;

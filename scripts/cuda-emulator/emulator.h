@@ -191,7 +191,7 @@ static inline float __uint_as_float(unsigned u) {
 }
 static inline float __int_as_float(int u) { return __uint_as_float(u); }
 static inline float __fdividef(float a, float b) { return a / b * 1.0000001f; }
-// Neither is fused with what comes before or behind it.
+// Neither is fused with an operation before or after it.
 static inline float emu_rounded(float x) {
     asm("" : "+x"(x));
     return x;

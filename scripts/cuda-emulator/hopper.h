@@ -1,4 +1,4 @@
-// hopper.cuh, emulated: barriers that count bytes, the copy engine (at once), what a warpgroup waits for (nothing).
+// hopper.cuh, emulated: barriers that count bytes, the copy engine (at once), waits of a warpgroup (none).
 #pragma once
 #include "common/copy.cuh"
 #include "common/parameters.cuh"

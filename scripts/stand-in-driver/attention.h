@@ -22,7 +22,7 @@ inline double load(unsigned long long address, long long index, ElementType type
     return number;
 }
 
-// Elements that are neighbours, to the start of `to`. One loop a type: they are what takes the time.
+// Elements that are neighbours, to the start of `to`. One loop per type: these loops take most of the time.
 inline void load_row(unsigned long long address, long long index, ElementType type, int count, std::vector<float> &to) {
     const unsigned short *halves = (const unsigned short *)address + index;
     if (type == ElementType::F32) {
@@ -144,7 +144,7 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     }
 }
 
-// A key that a row attends to: its number, from which its position follows, and what has its address.
+// A key that a row attends to: its number, from which its position follows, and the number that gives its address.
 struct RowKey {
     long long key, address;
     bool in_second; // cache
@@ -166,7 +166,7 @@ inline Pools pools_of_second(const AttentionParameters &p, const CacheParameters
     return pools;
 }
 
-// The score of a key, minus infinity where it is hidden. `row` has room for the key.
+// The score of a key, minus infinity if it is hidden. `row` has room for the key.
 inline double score_of(const AttentionParameters &p, const CacheParameters &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
                        std::vector<float> &row, RowKey row_key) {
     const long long key = row_key.key;
@@ -216,7 +216,7 @@ template <class Sees> std::vector<RowKey> keys_of_pages(const AttentionParameter
     return keys;
 }
 
-// The keys that a row attends to: those from `first` to `end`, or of them those that its list names.
+// The keys that a row attends to: the keys from `first` to `end`, or the keys among them that its list names.
 inline std::vector<RowKey> keys_of(const AttentionParameters &p, const Sequence &s, const ListParameters *lists, int token, int kv_head, long long first,
                                    long long end) {
     std::vector<RowKey> keys;

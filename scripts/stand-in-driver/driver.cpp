@@ -1,8 +1,9 @@
 // A stand-in for NVIDIA's driver library, for tests of the host's side of regard's CUDA backend where there is no GPU.
 //
-// Device memory is the host's, streams run everything at once, and a launch computes its kernel's contract one row and one key at a time in f64, from the
-// parameters that the real kernel would read. It shows nothing of the kernels, and everything that they are given: addresses, strides,
-// lengths, flags, graphs, workspaces. With emulated kernels (emulated.h) it runs those instead.
+// Device memory is the host's, streams run everything at once, and a launch computes its kernel's contract one row and
+// one key at a time in f64, from the parameters that the real kernel would read. It shows nothing of the kernels, and
+// everything that they are given: addresses, strides, lengths, flags, graphs, workspaces. With emulated kernels
+// (emulated.h) it runs the kernels instead.
 #include "prefill.h"
 #include "emulated.h"
 #include <cstdlib>
@@ -264,7 +265,7 @@ int cuMemcpy2DAsync_v2(const Copy2D *copy, void *) {
 int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void *) {
     // No module may be loaded while a graph is captured.
     if (captured) return INVALID_VALUE;
-    // As where the driver is too old for it, or the GPU another.
+    // As a driver does that is too old for the image, or whose GPU is another.
     if (std::getenv("STAND_IN_TAKES_PTX_ONLY") && !std::memcmp(image, "\x7f" "ELF", 4)) return NO_BINARY_FOR_GPU;
     std::string name = find_module((const char *)image);
     if (name.empty()) return INVALID_VALUE;

@@ -15,7 +15,7 @@
 
 #include "../cuda-emulator/launch.h"
 
-// 0, or 1 where all threads of a block wait for each other.
+// 0, or 1 if all threads of a block wait for each other.
 typedef int (*Emulated)(const EmulatedLaunch *);
 
 // All of them: modules' names and bytes.
@@ -33,11 +33,11 @@ inline std::vector<std::pair<std::string, std::string>> read_images() {
     return images;
 }
 
-// The name of the module with that image; empty where it is none that ships.
+// The name of the module with that image; empty if no such module ships.
 inline std::string find_module(const char *image) {
     static const std::vector<std::pair<std::string, std::string>> images = read_images();
     for (const auto &[name, bytes] : images) {
-        // One at a time: it is not known where the image ends. No image is the beginning of another.
+        // One at a time: the end of the image is not known. No image is the beginning of another.
         size_t same = 0;
         while (same < bytes.size() && image[same] == bytes[same]) same++;
         if (same && same == bytes.size()) return name;
@@ -45,7 +45,7 @@ inline std::string find_module(const char *image) {
     return "";
 }
 
-// The library of the module of that name; null where there is none.
+// The library of the module of that name; null if there is none.
 inline Emulated find_emulated(const std::string &module) {
     const char *folder = std::getenv("REGARD_EMULATED");
     void *library = folder ? dlopen((std::string(folder) + "/" + module + ".so").c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;

@@ -1,4 +1,4 @@
-// Tensor maps, and whether what a prefill launch is given makes sense together.
+// Tensor maps, and checks that the arguments of a prefill launch make sense together.
 #pragma once
 #include "attention.h"
 #include <cstdio>

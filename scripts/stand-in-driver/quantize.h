@@ -1,5 +1,5 @@
-// Quantizing rows of new keys and values, with the bits of src/format.rs and src/quantize.rs. Numbers of f32 pass through memory where they have to be
-// rounded, so that no compiler fuses two steps.
+// Quantizing rows of new keys and values, with the bits of src/format.rs and src/quantize.rs. Numbers of f32 pass
+// through memory if they have to be rounded, so that no compiler fuses two steps.
 #pragma once
 #include <cfloat>
 #include <cmath>

@@ -6,7 +6,7 @@ use std::fs;
 /// In the order of the header: types first.
 const SOURCES: [&str; 2] = ["src/types.rs", "src/lib.rs"];
 
-/// Writes the header, or fails if it is not what would be written.
+/// Writes the header, or fails if it differs from the text that would be written.
 pub fn run(check: bool) -> Result<()> {
     let folder = crate::workspace().join("crates/regard-capi");
     let path = folder.join("include/regard.h");

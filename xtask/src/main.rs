@@ -22,7 +22,7 @@ enum Chore {
     Cuda(cuda::Command),
     /// Write the C header: crates/regard-capi/include/regard.h.
     Header {
-        /// Fail if the header is not what would be written.
+        /// Fail if the header differs from the text that would be written.
         #[arg(long)]
         check: bool,
     },

@@ -92,7 +92,7 @@ fn compiler() -> Option<Compiler> {
         Ok(compiler) => Some(compiler),
         Err(Error::Unavailable(why)) => {
             assert!(std::env::var_os("REGARD_METAL_REQUIRED").is_none(), "{why}");
-            // Straight to stderr: what a test that passes prints is not shown.
+            // Straight to stderr: output of a passing test is not shown.
             let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
             None
         }

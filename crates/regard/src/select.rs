@@ -15,7 +15,7 @@ pub enum Kernel {
     /// The same with both products on the matrix unit (AMX). Few rows (decode) are converted to
     /// f32.
     CpuAmx,
-    /// One that ships as device code for NVIDIA GPUs: the name of its module.
+    /// A kernel that ships as device code for NVIDIA GPUs: the name of its module.
     Cuda(&'static str),
     /// A kernel for Apple GPUs: its name in [`metal::source`](crate::metal::source).
     Metal(&'static str),

@@ -56,7 +56,7 @@ fn a_step_is_appended_where_it_says() {
     assert_eq!((keys, values), (expected, expected));
 }
 
-/// A sound append of four tokens of two sequences, changed by `change`: what it is refused with.
+/// The error that refuses a sound append of four tokens of two sequences, changed by `change`.
 fn refusal(change: impl for<'a> FnOnce(&mut Append<'a>, &'a [f32], &'a [i32])) -> String {
     let (floats, ints) = (vec![0f32; 1024], vec![0i32; 64]);
     let (mut keys, mut values, mut query) = ([1f32; 256], [1f32; 256], [1f32; 64]);

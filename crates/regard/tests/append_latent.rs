@@ -14,7 +14,7 @@ const BLOCKS: usize = 6;
 const BLOCK_SIZE: usize = 4;
 const POSITIONS: usize = 12;
 const QUERY_HEADS: usize = 3;
-/// Tokens of the two sequences afterwards, the new ones included, and where the new ones are.
+/// Tokens of the two sequences afterwards, the new ones included, and the places of the new ones.
 const LENS: [i32; 2] = [6, 9];
 const CUMULATIVE: [i32; 3] = [0, 5, 7];
 const TABLE: [i32; 6] = [4, 1, -1, 0, 5, -1];

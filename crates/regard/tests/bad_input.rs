@@ -1,4 +1,4 @@
-//! Every argument's misuse: the message names the argument, what it was and what is allowed, and
+//! Every argument's misuse: the message names the argument, its value and the allowed values, and
 //! nothing is written.
 
 mod dense_problem;
@@ -113,8 +113,8 @@ fn host_plan(problem: &Problem) -> Plan {
     Plan::new(problem, &Machine::host().expect("this machine")).expect("a sound problem")
 }
 
-/// A contiguous `f32` view of the start of `data`, or of one element where the shape claims
-/// nothing, or more than there is.
+/// A contiguous `f32` view of the start of `data`, or of one element if the shape claims no
+/// elements, or more than there are.
 fn view<'a>(data: &'a mut [f32], shape: &[usize]) -> TensorMut<'a> {
     let len = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     let shape = if len.is_some_and(|len| (1..=data.len()).contains(&len)) { shape } else { &[1] };

@@ -1,5 +1,5 @@
 //! Structs with public fields, filled in by hand: facts of machines that disagree, problems that
-//! make no sense. The answer is an error that names what was wrong, never a panic, and nothing
+//! make no sense. The answer is an error that names the wrong number, never a panic, and nothing
 //! reads past an operand.
 
 mod expect;

@@ -1,4 +1,5 @@
-//! Views that do not fit their slice: the message has what they reach, and what there is.
+//! Views that do not fit their slice: the message has the elements that they reach, and the
+//! elements that there are.
 
 mod expect;
 
@@ -259,7 +260,7 @@ fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
 
-/// Metal binds a buffer from the first element on, so what is before it would be out of the
+/// Metal binds a buffer from the first element on, so elements before it would be out of the
 /// kernel's reach.
 #[test]
 fn views_that_run_backwards_are_refused_for_metal() {

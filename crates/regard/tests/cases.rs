@@ -27,7 +27,7 @@ fn on_every_level(specs: &[Spec]) {
         let case = spec.generate();
         let checker = Checker::new(&case, support::judged_rows())
             .map_err(|failure| format!("{}: {failure}", spec.name))?;
-        // Poison is only where nothing reads, or the oracle would show it.
+        // Nothing reads poison, or the oracle would show it.
         if !checker.judge().reference().out.iter().all(|x| x.is_finite()) {
             return Err(format!("{}: the oracle sees poison", spec.name));
         }
@@ -51,7 +51,7 @@ fn on_every_level(specs: &[Spec]) {
         }
         Ok(())
     });
-    // Shown with --nocapture: how much of what is allowed is used.
+    // Shown with --nocapture: the used fraction of the tolerance.
     for ((machine, dtype), (worst, name)) in worst.into_inner().expect("no thread panics here") {
         println!("{machine}, {dtype}: error at most {worst:.2} of what is allowed ({name})");
     }

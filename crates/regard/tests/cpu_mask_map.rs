@@ -1,4 +1,4 @@
-//! The tile map of a mask on the CPU: what is found of each tile, and that attention with it has
+//! The tile map of a mask on the CPU: the kind of each tile, and that attention with the map has
 //! the bits of attention without.
 
 use regard::cpu::{self, Cpu, Inline, Level, TileMap, Workspace};
@@ -81,7 +81,7 @@ fn run(case: &Case, machine: &Machine, bounds: bool, map: Map) -> (Output, [usiz
         for _layer in 0..2 {
             cpu.run_mapped(&plan, inputs, outputs, &mut workspace)?;
         }
-        // No run writes where it stands.
+        // No run writes over it.
         if let (Map::Made, Some(map)) = (map, found) {
             let made = &workspace.as_mut_slice()[map.at..map.at + map.bytes()];
             let kinds = kinds(&map);
@@ -93,7 +93,8 @@ fn run(case: &Case, machine: &Machine, bounds: bool, map: Map) -> (Output, [usiz
     (output.unwrap_or_else(|error| panic!("{}, {map:?}: {error}", case.name)), counts)
 }
 
-/// Masks over entire tiles: prefill and few rows, features that move what rows see, every type.
+/// Masks over entire tiles: prefill and few rows, features that move the keys that rows see, every
+/// type.
 fn specs() -> Vec<Spec> {
     let mut specs: Vec<Spec> = list().filter(|spec| spec.name.starts_with("masks/")).collect();
     let shapes: [&[(usize, usize)]; 3] =

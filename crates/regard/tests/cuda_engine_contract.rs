@@ -50,7 +50,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The C library's function, counting: what the standard library and the driver read variables by.
+/// The C library's function, counting. The standard library and the driver read variables by it.
 ///
 /// # Safety
 /// As that: `name` is a string that ends with 0.
@@ -308,7 +308,7 @@ impl<T: Element> Engine<T> {
         graph.expect("what may be captured").expect("launches")
     }
 
-    /// Brings a step's tables to the GPU, and clears what the last one left.
+    /// Brings a step's tables to the GPU, and clears the rest of the last step's tables.
     fn prepare(&mut self, step: &Step) {
         let mut packed = vec![0; LAYOUT.len()];
         step.pack(&LAYOUT, &mut packed).expect("room");
@@ -323,7 +323,7 @@ impl<T: Element> Engine<T> {
         self.stream.clone_dtoh(slice).expect("a copy")
     }
 
-    /// Holds the outputs to the oracle's tolerance, and what is past them to what it was.
+    /// Holds the outputs to the oracle's tolerance. Memory past them must be unchanged.
     fn judge(&self, step: &Step) {
         let tokens = step.tokens();
         let rows = tokens * QUERY_HEADS;

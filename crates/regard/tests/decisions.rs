@@ -336,8 +336,7 @@ fn decisions_are_the_reviewed_ones() {
     );
 }
 
-/// The workspace is bounded by threads times tile for any lengths, where the split may be
-/// chosen.
+/// The workspace is bounded by threads times tile for any lengths, if the split may be chosen.
 #[test]
 fn workspace_does_not_grow_with_the_product_of_the_lengths() {
     for machine in machines().iter().take(6) {

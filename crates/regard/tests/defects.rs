@@ -70,8 +70,8 @@ fn nan_in_unused_value_slots_leaks() {
 
 #[test]
 fn causal_alignment_surprises_when_lengths_differ() {
-    // flash-attention#517, mlx#2967: the last query sees the last key, and q_offset is another
-    // where that is not meant.
+    // flash-attention#517, mlx#2967: the last query sees the last key, unless q_offset says
+    // otherwise.
     let bottom_right = Spec { causal: true, ..spec("bottom-right").lengths(&[(3, 9)]) };
     let explicit = Spec { offset: OffsetSpec::Same(6), ..bottom_right.clone() };
     let (a, b) = (check(bottom_right.clone()), check(explicit));
@@ -171,7 +171,7 @@ fn bits_depend_on_the_batch() {
 
 #[test]
 fn workspace_is_over_requested() {
-    // vllm#40023: 16 times what was needed. Here: a few tiles per thread for any lengths.
+    // vllm#40023: 16 times the needed size. Here: a few tiles per thread for any lengths.
     let problem = |q_len, kv_len| {
         let case = Spec {
             causal: true,
@@ -208,7 +208,8 @@ fn workspace_is_over_requested() {
 
 #[test]
 fn padded_blocks_are_live_under_a_larger_plan() {
-    // flashinfer#5176: what a plan was made for and a call does not have must not be touched.
+    // flashinfer#5176: operands that a plan was made for and a call does not have must not be
+    // touched.
     let large =
         Spec { causal: true, ..spec("planned").lengths(&[(1, 4000), (1, 4000), (1, 4000)]) };
     let small =
@@ -229,7 +230,7 @@ fn padded_blocks_are_live_under_a_larger_plan() {
 
 #[test]
 fn a_slow_path_is_taken_in_silence() {
-    // mlx#3658: what cannot run is refused; what runs is named.
+    // mlx#3658: a problem that cannot run is refused; the kernel that runs is named.
     let case = spec("explained").generate();
     case.run(|inputs, outputs| {
         let problem = Problem::from_operands(inputs, outputs)?;
@@ -303,7 +304,7 @@ fn no_keys_give_nan_or_nothing_written() {
 
 #[test]
 fn the_tail_of_keys_is_over_read() {
-    // Keys end where their memory ends: a vector too far is out of bounds (AddressSanitizer sees
+    // Keys end at the end of their memory: a vector too far is out of bounds (AddressSanitizer sees
     // it), or 0 * NaN.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for dim in [1, 3, 9, 20] {
@@ -338,7 +339,7 @@ fn mask_rows_past_the_queries_are_read() {
         });
         check(Spec { mask, ..spec("mask-rows").lengths(&[(q_len, 65)]) });
     }
-    // And one that ends where its memory ends.
+    // And a mask at the end of its memory.
     let mut case = spec("mask-end").lengths(&[(3, 21)]).generate();
     case.attention.mask = Some(Array::new(vec![0.25f32; 63], &[1, 1, 3, 21]).unwrap());
     check_case(&case);
@@ -411,7 +412,7 @@ fn masked_alone(mask: &[f32], values: &[f32]) -> Case {
 
 #[test]
 fn masks_beyond_f32_max_over_log2_e_overflow() {
-    // Scores in base 2 end at 2.36e38 in natural units, and what is below is hidden or equal.
+    // Scores in base 2 end at 2.36e38 in natural units. Lower scores would be hidden or equal.
     for (mask, out, lse) in [
         ([-3.4028e38, -2.4e38], 2.0, -2.4e38),
         ([f32::MIN, f32::MIN], 1.5, f32::MIN),
@@ -429,7 +430,7 @@ fn masks_beyond_f32_max_over_log2_e_overflow() {
             "{mask:?}: {found} for {lse}"
         );
     }
-    // With a tile of keys hidden before and after those that are not, and with sinks of any size.
+    // With a tile of hidden keys before and after the visible keys, and with sinks of any size.
     for lowest in [f32::MIN, -3e38, -2.4e38] {
         for sink in [None, Some(f32::MIN), Some(-2.9e38), Some(f32::MAX)] {
             let mut mask = vec![lowest; 700];
@@ -521,8 +522,7 @@ fn products_of_one_sign_stray_with_the_head_dim() {
         // Rounded to f32 after the product: into base 4, and back.
         assert!((lse - exact).abs() <= exact * f64::from(f32::EPSILON), "{dim}: {lse} for {exact}");
     }
-    // As after a ReLU, and where all products are equal and inexact; few keys and many, on every
-    // way through them.
+    // As after a ReLU, and with all products equal and inexact; few keys and many, on every walk.
     for numbers in [Numbers::Positive, Numbers::Constant(0.3), Numbers::Constant(0.7)] {
         for dim in [4, 48, 128, 256, 320, 448, 576] {
             for (q_len, kv_len) in [(1, 1), (1, 300), (6, 70), (40, 100), (90, 700)] {

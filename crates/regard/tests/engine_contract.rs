@@ -47,7 +47,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The C library's function, counting: what the standard library reads variables by.
+/// The C library's function, counting. The standard library reads variables by it.
 ///
 /// # Safety
 /// As that: `name` is a string that ends with 0.
@@ -194,7 +194,7 @@ impl Engine {
         self.attend(step.attention(), step.tokens(), Cpu::run)
     }
 
-    /// Holds the outputs to the oracle's tolerance, and what is past them to what it was.
+    /// Holds the outputs to the oracle's tolerance. Memory past them must be unchanged.
     fn judge(&mut self, step: &Step) {
         let tokens = step.tokens();
         let rows = tokens * QUERY_HEADS;

@@ -16,8 +16,8 @@ fn floats(count: usize, seed: usize) -> Vec<f32> {
     (0..count).map(|i| ((i * 37 + seed * 101) % 203) as f32 / 100.0 - 1.0).collect()
 }
 
-/// Outputs do not depend on what stands in hidden keys and values. `kept` and `hidden` are elements
-/// of the mask.
+/// Outputs do not depend on the contents of hidden keys and values. `kept` and `hidden` are
+/// elements of the mask.
 fn check<T: Element + Copy>(kept: T, hidden: T, rows: usize, machine: &Machine) {
     let element = |i: usize| if HIDDEN.contains(&(i % KEYS)) { hidden } else { kept };
     let mask: Vec<T> = (0..rows * KEYS).map(element).collect();

@@ -1,4 +1,4 @@
-//! Values that are a prefix of the keys: the same results as a copy of them, and what is refused.
+//! Values that are a prefix of the keys: the same results as a copy of them, and refusals.
 
 mod expect;
 mod support;

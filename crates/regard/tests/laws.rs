@@ -1,5 +1,5 @@
-//! Laws that hold for any numbers: what must not change a result does not, to the bit where
-//! the contract requires it.
+//! Laws that hold for any numbers: changes that must not change a result do not, to the bit if the
+//! contract requires it.
 
 #[path = "support/dequantized.rs"]
 mod dequantized;

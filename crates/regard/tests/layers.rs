@@ -1,5 +1,5 @@
-//! The layers of the source: a module uses only what is below it, and no files import each other
-//! in a circle.
+//! The layers of the source: a module uses only modules below it, and no files import each other in
+//! a circle.
 //!
 //! Paths are read from the text: `use` declarations, and paths that start with `crate`, `self`,
 //! `super` or a child module. A path through a re-export counts as one to the file that has the

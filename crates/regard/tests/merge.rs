@@ -31,8 +31,8 @@ impl Trial {
             numbers::<f32>(2, parts * rows).into_iter().map(|x| 20.0 * x).collect();
         for row in 0..rows {
             for k in 0..parts {
-                // Some parts have seen nothing of a row, and of the last row none has; what they
-                // hold is not to be looked at.
+                // Some parts have seen nothing of a row, and of the last row none has; the contents
+                // of such parts must not matter.
                 if (row + k) % 3 == 0 && parts > 1 || row == 3 {
                     weights[k * rows + row] = f32::NEG_INFINITY;
                     outs[k * part + row * dim * step..][..dim * step].fill(P::from_f64(f64::NAN));

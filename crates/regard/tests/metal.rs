@@ -32,7 +32,8 @@ fn specs() -> Vec<Spec> {
     all.into_iter().filter(runs).collect()
 }
 
-/// The core list, and what it has not: every class of head dims, in decode and prefill, and splits.
+/// The core list, and cases that it lacks: every class of head dims, in decode and prefill, and
+/// splits.
 fn core() -> Vec<Spec> {
     let mut specs: Vec<_> = list::core().collect();
     specs.extend(list::caches().filter(|spec| spec.core));
@@ -109,7 +110,7 @@ fn every_case() {
         }
         if case.attention.batch_invariant { Ok(()) } else { invariant(&mut check) }
     });
-    // Shown with --nocapture: how much of what is allowed is used.
+    // Shown with --nocapture: the used fraction of the tolerance.
     for (dtype, (worst, name)) in worst.into_inner().expect("no thread panics here") {
         println!(
             "{dtype}: error at most {worst:.2} of what is allowed ({name}), {} cases",
@@ -125,7 +126,7 @@ fn with_subnormals_flushed<R>(run: impl FnOnce() -> R) -> R {
     use std::arch::asm;
     const FLUSH_RESULTS_AND_OPERANDS: u32 = 1 << 15 | 1 << 6;
     let (mut before, mut after) = (0u32, 1.0e-38f32);
-    // SAFETY: the control word is this thread's, and is what it was when the kernels have run.
+    // SAFETY: the control word is this thread's, and is restored when the kernels have run.
     unsafe { asm!("stmxcsr [{}]", in(reg) &mut before) };
     let flushing = before | FLUSH_RESULTS_AND_OPERANDS;
     // SAFETY: as above.
@@ -258,7 +259,7 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
         for (row, bits) in rows(&chunk, &gpu(8, 10), 4) {
             assert_eq!(Some(&bits), all.get(&row), "{dtype}: chunked, {row:?}");
         }
-        // The same where a window begins at another key for each row.
+        // The same with a window that begins at another key for each row.
         for left in [2, 34] {
             let window = Window { left: Some(left), right: None };
             let all = rows(&Spec { window, ..base.clone() }, &gpu(8, 10), 0);

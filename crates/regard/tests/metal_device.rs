@@ -94,7 +94,7 @@ impl Upload {
     }
 
     fn download(&self) {
-        // SAFETY: it is a copy of a tensor that the test writes, and of what is between its
+        // SAFETY: it is a copy of a tensor that the test writes, and of the gaps between its
         // elements.
         unsafe { (self.host as *mut u8).copy_from(self.memory(), self.bytes) };
     }

@@ -1,5 +1,5 @@
-//! The shipped Metal kernels, run on the host, where numbers are large: offsets past 2^31 elements,
-//! in memory that is mapped when it is touched, and more than 65,535 of everything.
+//! The shipped Metal kernels, run on the host with large numbers: offsets past 2^31 elements, in
+//! memory that is mapped when it is touched, and more than 65,535 of everything.
 
 #[path = "support/far_offsets.rs"]
 mod far_offsets;
@@ -73,7 +73,7 @@ fn positions_may_be_2_to_the_32_apart() {
 }
 
 /// A grid of a threadgroup for each of more than 65,535 sequences or heads. The host takes half a
-/// minute for all of them, so that only those from `first` on run and are judged.
+/// minute for all threadgroups, so only threadgroups from `first` on run and are judged.
 fn check_grid(spec: &Spec, first: [u32; 3]) {
     let Some(compiler) = compiler() else { return };
     let source = source_of(&["DECODE_TYPE(float", "PREFILL_TYPES(\"float\"", "COMBINE(float"]);

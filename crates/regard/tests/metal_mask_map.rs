@@ -1,5 +1,5 @@
-//! The tile map of a mask: what the kernel finds, and that attention with it has the bits of
-//! attention without.
+//! The tile map of a mask: the kinds that the kernel finds, and that attention with the map has the
+//! bits of attention without.
 
 #[path = "support/metal.rs"]
 mod support;
@@ -112,7 +112,7 @@ fn unmapped(dispatch: &Dispatch) -> Dispatch {
     dispatch
 }
 
-/// The bytes of a map where a dispatch writes or reads it.
+/// The bytes of a map that a dispatch writes or reads.
 fn bytes<'a>(dispatch: &Dispatch) -> &'a mut [u8] {
     let map = dispatch.buffers[18].expect("the map is bound");
     // SAFETY: it is in the workspace of the run, and nothing else uses it between dispatches.

@@ -1,6 +1,6 @@
 //! The page allocator against a naive model: every sequence is a plain list of token values, and a
 //! pool in memory is written and copied exactly as the allocator returned. After every operation
-//! each token must still be found where the table points, even if its block is shared.
+//! each token must still be in the slot that the table gives, even if its block is shared.
 
 use proptest::prelude::*;
 use proptest::sample::Index;

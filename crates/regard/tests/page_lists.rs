@@ -209,7 +209,7 @@ fn bad_page_lists_are_errors_that_name_the_argument() {
     assert!(message(&case).contains("`k`"));
 }
 
-/// Nothing else tells where keys are, and what needs positions needs numbers of pages.
+/// Nothing else gives the place of keys, and options that need positions need numbers of pages.
 #[test]
 fn page_lists_stand_alone() {
     type Change = fn(&mut Attention<Array>);

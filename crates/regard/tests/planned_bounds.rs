@@ -10,7 +10,7 @@ use regard::{
 const HEADS: [usize; 2] = [8, 2];
 const DIM: usize = 32;
 
-/// A call, and what is drawn for it.
+/// A call, with the numbers that are drawn for it.
 #[derive(Debug)]
 struct Call {
     query_len: usize,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 const ROWS: usize = 80;
 const DIM: usize = 32;
 
-/// A problem that is worth sharing, and what it should give.
+/// A problem that is worth sharing among threads, and its expected result.
 struct Work {
     data: Vec<f32>,
     expected: Vec<f32>,
@@ -50,8 +50,8 @@ impl Work {
 
 /// Forks; the child does `work`, and ends with status 0 if that is true. It has ten seconds.
 fn child(work: impl FnOnce() -> bool) -> libc::pid_t {
-    // SAFETY: the child uses nothing that another thread of this process may have locked, but for
-    // what is tested and the allocator, which the C library makes usable in a child; it ends
+    // SAFETY: the child uses nothing that another thread of this process may have locked, except
+    // the tested code and the allocator, which the C library makes usable in a child; it ends
     // without unwinding or running destructors.
     match unsafe { libc::fork() } {
         0 => {
@@ -78,7 +78,7 @@ fn expect_success(child: libc::pid_t) {
 #[test]
 fn children_forked_under_load_work() {
     let work = Work::new();
-    /// Ends the load, also where the test fails.
+    /// Ends the load, also if the test fails.
     struct Stop<'a>(&'a AtomicBool);
     impl Drop for Stop<'_> {
         fn drop(&mut self) {

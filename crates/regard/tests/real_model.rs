@@ -1,4 +1,4 @@
-//! Queries, keys and values of a real model, against what another program made of them: see
+//! Queries, keys and values of a real model, against the results of another program: see
 //! `testdata/README.md`.
 
 mod support;

@@ -185,7 +185,8 @@ fn a_sequence_of_another_allocator_is_an_error() {
     assert_eq!((step.tokens(), pages.used_blocks()), (0, 0));
     step.append(&mut pages, own, 1).expect("room");
     refused(step.finish(&others));
-    // A clone knows those that there were, and not each other's later ones.
+    // A clone knows the sequences that existed before it. Neither knows the other's later
+    // sequences.
     let mut clone = pages.clone();
     assert_eq!(clone.len(own).expect("known to both"), 1);
     let (here, there) = (pages.create(), clone.create());

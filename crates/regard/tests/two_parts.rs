@@ -1,5 +1,5 @@
 //! Keys in two parts: latent rows and rotary rows in tensors of their own give the results of one
-//! tensor, and what does not fit together is refused.
+//! tensor, and parts that do not fit together are refused.
 
 mod expect;
 mod support;
@@ -10,7 +10,8 @@ use regard_cases::check::Checker;
 use regard_cases::rows::{bits, difference, rows};
 use regard_cases::{Keys, Spec, list};
 
-/// Every case on every level: against the oracle, and with ordinary numbers where no row sees.
+/// Every case on every level: against the oracle, and with ordinary numbers in keys that no row
+/// sees.
 #[test]
 fn every_case_on_every_level() {
     let specs: Vec<_> = list::two_parts().collect();

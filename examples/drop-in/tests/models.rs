@@ -128,8 +128,8 @@ fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
     (a - b)?.abs()?.max_all()?.to_scalar()
 }
 
-/// In bf16 regard is no further from candle's f32 than twice what candle's bf16 is. In f32 it is at
-/// least a thousand times nearer than that: f32 has 2^16 times the precision.
+/// In bf16 regard's distance from candle's f32 is at most twice the distance of candle's bf16. In
+/// f32 it is at least a thousand times nearer than that: f32 has 2^16 times the precision.
 fn judge(load: impl Fn(Choice) -> Result<Forward>) -> Result<()> {
     let of = |regard, dtype| logits(load(Choice { regard, dtype })?);
     let reference = of(false, DType::F32)?;

@@ -3,9 +3,9 @@
 
     transformers_greedy.py MODEL.gguf ANSWERS.json [--tokenizer]
 
-Every token of an answer is judged on the same text before it (the answer's own), so that one difference does not hide what follows.
+Every token of an answer is judged on the same text before it (the answer's own), so that one difference does not hide later ones.
 For equal tokens, both report how far the best score is ahead of the second; the largest disagreement about that is what rounding
-does here. A difference counts as rounding only where both margins together are within twice that. Exit status 1 if one is more, or, with
+does here. A difference counts as rounding only if both margins together are within twice that. Exit status 1 if one is more, or, with
 --tokenizer, if transformers' tokens of a prompt are others.
 """
 import json

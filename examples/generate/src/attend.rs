@@ -34,7 +34,7 @@ pub enum Mode {
     PrefixGroups,
     /// Each sequence reads all of its pages.
     Flat,
-    /// As `Flat`, and the bits of a row do not depend on what runs beside it.
+    /// As `Flat`, and the bits of a row do not depend on the rows beside it.
     BatchInvariant,
 }
 
@@ -181,8 +181,8 @@ impl Attend for Composed {
     }
 }
 
-/// `[rows, keys]`: 0 where the last rows of a sequence see a key, minus infinity elsewhere; of the
-/// type of the scores, where they are.
+/// `[rows, keys]`: 0 if the row (of the last rows of a sequence) sees the key, else minus infinity.
+/// It has the type and the device of the scores.
 fn causal_mask(rows: usize, keys: usize, scores: &Tensor) -> Result<Tensor> {
     let before = keys - rows;
     let value = |i: usize| if i % keys <= before + i / keys { 0.0 } else { f32::NEG_INFINITY };

@@ -72,7 +72,7 @@ impl CacheType {
     }
 }
 
-/// Rows as a cache takes them: in the type of its pools, where that is a float.
+/// Rows as a cache takes them: in the type of its pools, if that is a float.
 ///
 /// # Errors
 /// If candle fails.

@@ -4,8 +4,8 @@
 //! requests join when there is room and leave when they are done. Requests with the same beginning
 //! share its pages. When pages run out, kept prompts go first, then the youngest request is
 //! preempted: its pages are freed, and when there is room again its tokens, the generated ones
-//! included, are computed anew. In batch-invariant mode every answer is, bit by bit, what the
-//! request alone would have got.
+//! included, are computed anew. In batch-invariant mode every answer is, bit by bit, the answer
+//! that the request alone would have got.
 
 use crate::attend::{Attend, Mode, Paged};
 use crate::cache::CacheType;
@@ -84,7 +84,7 @@ pub struct Event {
 pub struct Statistics {
     /// Steps.
     pub steps: usize,
-    /// Rows computed for prompts, those after a preemption included.
+    /// Rows computed for prompts, rows after a preemption included.
     pub prompt_rows: usize,
     /// Rows computed for the next token of an answer.
     pub decode_rows: usize,

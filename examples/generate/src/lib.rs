@@ -4,10 +4,10 @@
 //!
 //! - [`model`]: the model, whose attention is an implementation of [`attend::Attend`];
 //! - [`attend`]: regard over a paged cache, and candle's own attention to compare with;
-//! - [`cache`]: how the cache stores keys and values;
+//! - [`cache`]: the storage of keys and values;
 //! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared
 //!   prefixes, preemption;
-//! - [`stopwatch`]: what a part of the work took, on the host or on a GPU;
+//! - [`stopwatch`]: the time of a part of the work, on the host or on a GPU;
 //! - [`text`]: tokenizer and chat template.
 
 pub mod attend;

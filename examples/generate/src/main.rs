@@ -59,7 +59,7 @@ struct Arguments {
     /// Storage of keys and values in the cache
     #[arg(long, value_enum, default_value_t = CacheType::Model)]
     cache: CacheType,
-    /// An answer's bits do not depend on what runs beside it
+    /// An answer's bits do not depend on the requests beside it
     #[arg(long)]
     batch_invariant: bool,
     /// Every request reads all of its pages, instead of reading shared ones together

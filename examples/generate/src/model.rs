@@ -23,7 +23,7 @@ pub enum Weights {
 }
 
 impl Weights {
-    /// The type of what runs through the model: the residual stream, queries, keys, values.
+    /// The type of activations: the residual stream, queries, keys, values.
     pub fn dtype(self) -> DType {
         match self {
             Weights::Quantised | Weights::F32 => DType::F32,

@@ -20,7 +20,7 @@ pub(crate) struct Retained {
 const MOST: usize = 64;
 
 impl Retained {
-    /// Keeps a sequence that holds just these tokens; frees it where they are kept already.
+    /// Keeps a sequence that holds just these tokens; frees it if they are kept already.
     pub fn keep(
         &mut self,
         pages: &mut PageAllocator,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, sys::CUevent_flags};
 
-/// Adds up the time of what it is given to do.
+/// Adds up the time of the work that it is given.
 #[derive(Debug, Default)]
 pub struct Stopwatch {
     host: Duration,

@@ -31,7 +31,7 @@ impl Text {
             _ => None,
         };
         if text("tokenizer.ggml.pre") == Some("smollm") {
-            // Candle takes what it does not know for GPT-2 with a space put before the text. SmolLM
+            // Candle takes an unknown tokenizer for GPT-2 with a space put before the text. SmolLM
             // splits digits, and puts nothing there.
             let parts: [PreTokenizerWrapper; 2] =
                 [Digits::new(true).into(), ByteLevel::new(false, true, true).into()];
@@ -85,7 +85,7 @@ impl Text {
         let special = minijinja::Value::from_serialize(special);
         let values = context! { messages, add_generation_prompt => true, ..special };
         let text = environment.render_str(template, values).map_err(Error::wrap)?;
-        // The template has put the special tokens where they belong.
+        // The template has put in the special tokens.
         self.encode(&text, false)
     }
 

@@ -1,5 +1,5 @@
 //! 500 requests with random lengths, cancellations and far too small a cache: every page comes
-//! back, every answer is what the request alone would have got, bit by bit.
+//! back, every answer is, bit by bit, the answer that the request alone would have got.
 
 mod support;
 

@@ -35,12 +35,12 @@ use tools::Tools;
 /// Commands for the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Compile the modules, assemble them for every architecture, and write what ships and the
-    /// record of it: the folder images of each crate of images.
+    /// Compile the modules, assemble them for every architecture, and write the images and their
+    /// record: the folder images of each crate of images.
     Build(Selection),
-    /// Fail unless what ships is what the sources compile to, assembles for every architecture, and
-    /// kernels that must not spill do not. Modules that the record vouches for are not built again,
-    /// but for one of each kind.
+    /// Fail unless the images are the result of compiling the sources, assemble for every
+    /// architecture, and kernels that must not spill do not. Modules that the record vouches for
+    /// are not built again, but for one of each kind.
     Check {
         /// Build every module again, even if the record has it. `--only` and `--arch` imply it for
         /// the modules that they select.
@@ -51,14 +51,14 @@ pub enum Command {
     },
     /// Print the modules that ship, a line each: name, source, macros.
     List,
-    /// Write what ships into a folder as it is, a file an image, called MODULE.KIND.
+    /// Write the images into a folder unpacked, a file per image, called MODULE.KIND.
     Unpack {
         /// The folder.
         into: PathBuf,
     },
 }
 
-/// Which modules, and where they must run.
+/// The modules, and the architectures that they must run on.
 #[derive(clap::Args)]
 pub struct Selection {
     /// Only modules whose name contains this.
@@ -72,14 +72,14 @@ pub struct Selection {
     jobs: Option<NonZero<usize>>,
 }
 
-/// The architectures that what ships must assemble for: A100, L40, H200, B200, RTX 50.
+/// The architectures that the images must assemble for: A100, L40, H200, B200, RTX 50.
 const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"];
 
 /// Architectures that modules ship machine code for. Code for sm_80 runs on sm_86 and sm_89 too. On
 /// GPUs newer than these the driver compiles PTX.
 const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 
-/// The kind of an image that is PTX; the others are called after what they are for.
+/// The kind of an image that is PTX; the others are named after their architecture.
 const PTX: &str = "ptx";
 
 /// Maximum bytes per crate: a registry takes packages of 10 MiB.
@@ -225,7 +225,7 @@ fn list(package: &Package) {
     }
 }
 
-/// A number and what it counts.
+/// A number and its noun.
 fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
@@ -334,7 +334,7 @@ fn build(modules: &[Module], selection: &Selection, setup: Setup) -> Result<()> 
     for (_, complaint) in &complaints {
         println!("`cargo xtask cuda check` will complain: {complaint}");
     }
-    // The record vouches for what was built just now and is as it should be, and for nothing else.
+    // The record vouches only for modules that were built just now without violations.
     let good = selected
         .iter()
         .copied()

@@ -19,7 +19,7 @@ use std::process::Command;
 /// The record's file, in the folder of the images.
 pub const FILE: &str = "record.txt";
 
-/// This tool's own part in what is made and in what is demanded of it.
+/// This tool's own part in the images and in the rules for them.
 const TREATMENT: [&str; 5] = [
     include_str!("compile.rs"),
     include_str!("nvrtc.rs"),
@@ -80,7 +80,7 @@ fn fingerprints<'a>(
     selected.iter().copied().map(of).collect()
 }
 
-/// The record: fingerprints by modules' names. Empty where there is none.
+/// The record: fingerprints by modules' names. Empty if there is none.
 fn read(folders: &Folders) -> BTreeMap<String, String> {
     let text = fs::read_to_string(folders.images.join(FILE)).unwrap_or_default();
     let line = |line: &str| {

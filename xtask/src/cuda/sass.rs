@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(lost_spills(after).len(), 1);
         let label = "/*1*/ @P0 IADD3 R12, P0, R1, R2, RZ ;\n.L_x_1:\n/*3*/ @P0 STL [R1], R12 ;";
         assert!(lost_spills(label).is_empty());
-        // A value that is the upper part of what a wide instruction writes.
+        // A value that is the upper part of a wide instruction's result.
         let wide = "/*1*/ LDL.64 R94, [R1+0xc8] ;\n/*2*/ ISETP.NE.AND P0, PT, R1, R2, PT ;\n\
             /*3*/ @!P0 LDG.E.128.STRONG.GPU R92, [R30.64] ;\n/*4*/ @!P0 STL.64 [R1+0xc8], R94 ;";
         assert!(lost_spills(wide).is_empty());

@@ -69,8 +69,8 @@ pub fn check_names(modules: &[Module]) -> Result<()> {
 /// Images of one kind by their modules' names.
 type Archive = BTreeMap<String, Image>;
 
-/// The options for an archive. Instructions of machine code have 16 bytes: what a byte is depends
-/// on its place among them. PTX is text, where it depends on the byte before.
+/// The options for an archive. Instructions of machine code have 16 bytes: the meaning of a byte
+/// depends on its place among them. In PTX, a text, it depends on the byte before.
 fn options(kind: &str, bytes: usize) -> LzmaOptions {
     let mut options = LzmaOptions::with_preset(PRESET);
     options.dict_size = u32::try_from(bytes.next_multiple_of(1 << 12)).unwrap_or(u32::MAX);
@@ -263,7 +263,7 @@ pub fn remove_strangers(folder: &Path, modules: &[Module]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the index of what is in the folder; the bytes of all archives together are returned.
+/// Writes the index of the folder's contents. Returns the bytes of all archives together.
 pub fn write_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     let (text, bytes) = index(folder, modules)?;
     fs::write(folder.join(INDEX), text).with_context(|| format!("writing {INDEX}"))?;

@@ -76,7 +76,7 @@ impl Sources {
         Ok(reached)
     }
 
-    /// Every file, by path: what a source may include.
+    /// Every file that a source may include, by path.
     pub fn files(&self) -> impl Iterator<Item = (&str, &str)> {
         self.files.iter().map(|(name, text)| (name.as_str(), text.as_str()))
     }
@@ -105,8 +105,8 @@ fn file_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// The file that a line includes: what stands between quotes or angle brackets, or the rest of the
-/// line where neither does.
+/// The file that a line includes: the text between quotes or angle brackets, or the rest of the
+/// line if there are neither.
 fn included(line: &str) -> Option<&str> {
     let rest = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim();
     let delimited = rest

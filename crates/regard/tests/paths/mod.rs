@@ -77,7 +77,7 @@ pub fn imports(source: &Path) -> Vec<Import> {
     imports
 }
 
-/// The modules that are files: `name.rs` or `name/mod.rs`, and what is in `name/`.
+/// The modules that are files: `name.rs` or `name/mod.rs`, and the files in `name/`.
 fn find_modules(source: &Path, module: &[String], folder: &str, modules: &mut Modules) {
     let mut entries: Vec<_> = fs::read_dir(source.join(folder))
         .expect("a source folder")
@@ -257,7 +257,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a tree of a `use` declaration that continues `prefix`, up to what ends it.
+    /// Reads a tree of a `use` declaration that continues `prefix`, up to its end.
     fn read_use(&mut self, prefix: &[String], exported: bool) {
         let (mut path, mut name) = (prefix.to_vec(), None);
         let line = self.tokens[self.at].line;
@@ -345,7 +345,7 @@ impl Reader<'_> {
     }
 }
 
-/// The path with re-exports replaced by what they stand for.
+/// The path with re-exports replaced by their targets.
 fn resolved(
     path: &[String],
     exports: &BTreeMap<Vec<String>, Vec<String>>,

@@ -98,7 +98,7 @@ impl Trial {
         }
     }
 
-    /// The element of a pool where a slot's head starts.
+    /// The element of a pool that a slot's head starts at.
     fn place(&self, block: usize, slot: usize, head: usize, dim: usize) -> usize {
         match self.head_major {
             true => ((block * self.heads + head) * BLOCK_SIZE + slot) * dim,
@@ -198,8 +198,8 @@ impl Trial {
         let f32_epsilon = f64::from(f32::EPSILON);
         for (i, (found, &expected)) in found.iter().zip(expected).enumerate() {
             let found = found.to_f64();
-            // Cancellation leaves small numbers with the error of what was subtracted: numbers are
-            // below 1.
+            // Cancellation leaves small numbers with the error of the subtracted numbers: numbers
+            // are below 1.
             let allowed = match rotated {
                 true => {
                     (T::DTYPE.epsilon() / 2.0 + f32_epsilon) * expected.abs() + 2.0 * f32_epsilon

@@ -5,7 +5,7 @@ use regard::Element;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
-/// A copy of some elements that ends (or starts) where a page does.
+/// A copy of some elements that ends (or starts) at the end (or start) of a page.
 pub struct Guarded<T> {
     mapping: *mut u8,
     mapped: usize,

@@ -31,7 +31,7 @@ pub fn compiler() -> Option<Compiler> {
         Ok(compiler) => Some(compiler),
         Err(why) => {
             assert!(std::env::var_os("REGARD_METAL_REQUIRED").is_none(), "{why}");
-            // Straight to stderr: what a test that passes prints is not shown.
+            // Straight to stderr: output of a passing test is not shown.
             let _ = writeln!(std::io::stderr(), "SKIPPED: the Metal kernels are not tested: {why}");
             None
         }
@@ -43,7 +43,7 @@ pub fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
     metal_host::library(compiler, source, build).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The source with only those instantiations of kernels whose lines begin with one of `kept`: the
+/// The source with only the instantiations of kernels whose lines begin with one of `kept`: the
 /// others take nearly all of clang's time.
 pub fn source_of(kept: &[&str]) -> String {
     const INSTANTIATIONS: [&str; 6] =

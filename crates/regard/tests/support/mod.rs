@@ -86,7 +86,7 @@ pub fn for_all<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<(), String> + S
     );
 }
 
-/// Leaves a case behind for `regard check`, and prints where. The file asks for an f32 output by
+/// Leaves a case behind for `regard check`, and prints its path. The file asks for an f32 output by
 /// bringing the oracle's.
 pub fn leave_behind(case: &Case) -> PathBuf {
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));

@@ -1,5 +1,5 @@
-//! A tiny Llama with random weights, written as a GGUF file with a tokenizer of single bytes: what
-//! the tests run, so that none has to download anything.
+//! A tiny Llama with random weights, written as a GGUF file with a tokenizer of single bytes. Tests
+//! run it, so none has to download anything.
 
 #![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
@@ -22,8 +22,8 @@ pub const VOCABULARY: usize = 258;
 pub const END: u32 = 257;
 pub const CONTEXT: usize = 512;
 
-/// The bytes of the vocabulary as GPT-2 writes them: what can be printed stands for itself, the
-/// rest follows from 256 on.
+/// The bytes of the vocabulary as GPT-2 writes them: printable bytes stand for themselves, the rest
+/// follows from 256 on.
 fn byte_names() -> Vec<String> {
     let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut next = 256;
@@ -40,7 +40,7 @@ fn byte_names() -> Vec<String> {
     (0..256).map(&mut name).collect()
 }
 
-/// Writes the model and returns where it is.
+/// Writes the model and returns its path.
 pub fn write(name: &str) -> PathBuf {
     let mut random = StdRng::seed_from_u64(7);
     let mut tensors: Vec<(String, QTensor)> = Vec::new();

@@ -12,7 +12,7 @@ use clap::{Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Measure how fast a model is served, and what attention takes of it.
+/// Measure the speed at which a model is served, and the share of attention.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {

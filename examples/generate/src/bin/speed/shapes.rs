@@ -1,4 +1,4 @@
-//! Models of real shapes and random weights: what a decode step takes, and attention's part of it.
+//! Models of real shapes and random weights: the time of a decode step, and attention's part of it.
 
 use super::Served;
 use super::measure::{median, tokens};
@@ -9,7 +9,7 @@ use regard::paged::{PageAllocator, SequenceId, Step};
 use regard_candle::{CacheShape, PagedCache};
 use std::time::Instant;
 
-/// Steps that are not counted, and those that are.
+/// Steps that are not counted, and steps that are.
 const WARM_UP: usize = 4;
 const STEPS: usize = 16;
 const BLOCK_SIZE: usize = 16;
