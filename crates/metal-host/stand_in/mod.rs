@@ -1,7 +1,7 @@
-//! A stand-in for the classes of Metal that `crates/regard/src/metal/device.rs` calls, so that this
-//! very file runs without a Mac: it is compiled into `regard` under `--cfg metal_stand_in`, in the
-//! place of `objc2`, `objc2-foundation` and `objc2-metal`, with the names and signatures that the
-//! file uses. `scripts/metal-host.sh` runs the tests over it.
+//! A stand-in for the classes of Metal that `crates/regard/src/metal/device.rs` calls: with it that
+//! file runs without a Mac. Under `--cfg metal_stand_in` it is compiled into `regard` in the place
+//! of `objc2`, `objc2-foundation` and `objc2-metal`, with the names and signatures that `device.rs`
+//! uses. `scripts/metal-host.sh` runs the tests over it.
 //!
 //! It is stricter than a GPU where Metal leaves freedom:
 //!

@@ -3,11 +3,11 @@
 //!
 //! A `.metal` source is rewritten a little ([`generate`]), compiled by clang as C++ ([`Compiler`]),
 //! loaded ([`Library`]) and run threadgroup by threadgroup, threads as fibers, SIMD groups of 32
-//! lanes ([`Library::run`]). A run reports what a GPU would pass over in silence: divergence at
-//! barriers and SIMD-group functions, deadlocks, too much threadgroup memory, function constants
-//! that were not set; and, in other builds ([`Build`]), races, reads of uninitialized threadgroup
-//! memory, accesses outside of bound buffers, and what AddressSanitizer and
-//! UndefinedBehaviorSanitizer find.
+//! lanes ([`Library::run`]). A run reports errors that a GPU would pass over in silence: divergence
+//! at barriers and SIMD-group functions, deadlocks, too much threadgroup memory, function constants
+//! that were not set. Other builds ([`Build`]) also report races, reads of uninitialized
+//! threadgroup memory, accesses outside of bound buffers, and the findings of AddressSanitizer and
+//! UndefinedBehaviorSanitizer.
 //!
 //! A run cannot show that Apple's compiler accepts the source, how many registers it takes, how
 //! fast it is, how exact the GPU's `exp` is, or the GPU's true memory model. `README.md` has more.

@@ -188,8 +188,8 @@ enum regard_dtype
   // A block of 32 values in 34 bytes, as GGUF's Q8_0: an f16 scale, then 32 signed bytes. The
   // block is the element, aligned to 2 bytes: a head dim of 128 is a last dimension of 4.
   REGARD_DTYPE_Q8_0 = 9,
-  // A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes, of which byte
-  // i holds value i in its low and value i + 16 in its high four bits, each plus 8.
+  // A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes. Byte i holds
+  // value i in its low and value i + 16 in its high four bits, each plus 8.
   REGARD_DTYPE_Q4_0 = 10,
   // A row of a latent cache, 576 values in 656 bytes, as serving engines store it: 512 E4M3
   // codes, 4 f32 scales, one per 128 codes, and 64 bf16 rotary dims. The row is the element,
@@ -521,8 +521,8 @@ typedef struct regard_append {
   // Must be 0.
   uint32_t reserved;
   // Scales of keys in a pool of e4m3, e5m2 or i8, required there and null otherwise: f32,
-  // broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1); with
-  // `REGARD_APPEND_DYNAMIC_K_SCALES` of that shape, and written.
+  // broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1). With
+  // `REGARD_APPEND_DYNAMIC_K_SCALES` they have exactly that shape, and are written.
   const struct regard_tensor *k_scales;
   // Scales of values, likewise.
   const struct regard_tensor *v_scales;
@@ -678,9 +678,9 @@ const char *regard_plan_explain(const struct regard_plan *plan);
 //
 // On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
 // is the `CUstream` (or `cudaStream_t`) that the work is put on, null for the default stream, and
-// this returns before the work is done. It allocates no device memory and waits for nothing;
-// lengths, offsets and table entries are read when the work runs, so that a graph which captured
-// it can be replayed with others. The device's context becomes current on this thread.
+// this returns before the work is done. It allocates no device memory and waits for nothing.
+// Lengths, offsets and table entries are read when the work runs, so a graph that captured the
+// work can be replayed with others. The device's context becomes current on this thread.
 //
 // On Metal, `workspace` is an `id<MTLBuffer>`, used from its beginning, and `stream` an
 // `id<MTLComputeCommandEncoder>`, serial or concurrent, that the work is encoded in. Nothing is

@@ -231,9 +231,9 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 ///
 /// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
 /// is the `CUstream` (or `cudaStream_t`) that the work is put on, null for the default stream, and
-/// this returns before the work is done. It allocates no device memory and waits for nothing;
-/// lengths, offsets and table entries are read when the work runs, so that a graph which captured
-/// it can be replayed with others. The device's context becomes current on this thread.
+/// this returns before the work is done. It allocates no device memory and waits for nothing.
+/// Lengths, offsets and table entries are read when the work runs, so a graph that captured the
+/// work can be replayed with others. The device's context becomes current on this thread.
 ///
 /// On Metal, `workspace` is an `id<MTLBuffer>`, used from its beginning, and `stream` an
 /// `id<MTLComputeCommandEncoder>`, serial or concurrent, that the work is encoded in. Nothing is

@@ -56,8 +56,8 @@ pub enum DType {
     /// A block of 32 values in 34 bytes, as GGUF's Q8_0: an f16 scale, then 32 signed bytes. The
     /// block is the element, aligned to 2 bytes: a head dim of 128 is a last dimension of 4.
     Q8_0 = 9,
-    /// A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes, of which byte
-    /// i holds value i in its low and value i + 16 in its high four bits, each plus 8.
+    /// A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes. Byte i holds
+    /// value i in its low and value i + 16 in its high four bits, each plus 8.
     Q4_0 = 10,
     /// A row of a latent cache, 576 values in 656 bytes, as serving engines store it: 512 E4M3
     /// codes, 4 f32 scales, one per 128 codes, and 64 bf16 rotary dims. The row is the element,
@@ -366,8 +366,8 @@ pub struct Append {
     /// Must be 0.
     pub reserved: u32,
     /// Scales of keys in a pool of e4m3, e5m2 or i8, required there and null otherwise: f32,
-    /// broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1); with
-    /// `REGARD_APPEND_DYNAMIC_K_SCALES` of that shape, and written.
+    /// broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1). With
+    /// `REGARD_APPEND_DYNAMIC_K_SCALES` they have exactly that shape, and are written.
     pub k_scales: *const Tensor,
     /// Scales of values, likewise.
     pub v_scales: *const Tensor,

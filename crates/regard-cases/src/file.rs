@@ -56,7 +56,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<Case, Error> {
 ///
 /// # Errors
 /// If they are not a safetensors file, or hold a tensor or key that is not part of the format or
-/// not of its type; the message names it, what it was and what is allowed.
+/// not of its type; the message names it, its value and the allowed values.
 pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     // The reader's message can quote the file: control characters and all.
     let not_safetensors = |error: SafeTensorError| {

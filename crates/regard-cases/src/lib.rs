@@ -1,6 +1,6 @@
 //! Attention problems as data: one owned problem ([`Case`]), the file that holds it ([`mod@file`]),
-//! whether a result is right ([`check`]), and the one list of cases that every backend is tested
-//! with ([`list`]).
+//! the check of results ([`check`]), and the one list of cases that every backend is tested with
+//! ([`list`]).
 //!
 //! The file format is described in `docs/case-files.md`, the tolerance in [`regard::oracle`].
 

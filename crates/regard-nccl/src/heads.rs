@@ -26,8 +26,8 @@ pub struct HeadStep<'a, M: Memory> {
     pub out: TensorMut<'a, M>,
 }
 
-/// Attention of one sequence whose rows are spread over ranks, for models with enough heads: an
-/// all-to-all gives each rank all rows of some heads, and another one gives the results back.
+/// Attention of one sequence whose rows are spread over ranks, for models with enough heads. An
+/// all-to-all gives each rank all rows of some heads; a second all-to-all gives the results back.
 ///
 /// Both exchanges move memory in one piece per rank. Received memory is read in place: rank i's
 /// rows are entry i of a batch, and its keys are page i of all entries.

@@ -139,9 +139,9 @@ impl Machine {
 impl FromStr for Machine {
     type Err = Error;
 
-    /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`,
-    /// `neon`), or a GPU that need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`,
-    /// `m2-ultra` and so on).
+    /// A machine by name: `host`, this machine's CPU held to a SIMD level (`scalar`, `avx2`,
+    /// `avx512`, `neon`), or a GPU that need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`,
+    /// `m2-max`, `m2-ultra` and so on).
     ///
     /// # Errors
     /// If no machine has that name.

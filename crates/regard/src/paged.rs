@@ -69,7 +69,7 @@
 //! - [`truncate`](PageAllocator::truncate) takes back tokens from the end (a draft that was
 //!   rejected);
 //! - [`release_before`](PageAllocator::release_before) releases blocks that slid out of a window:
-//!   their table entries become -1, which attention never reads through as long as no row can see
+//!   their table entries become -1. Attention never reads through these as long as no row can see
 //!   them;
 //! - [`free`](PageAllocator::free) ends a sequence.
 //!

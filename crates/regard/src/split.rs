@@ -42,8 +42,8 @@ pub struct Split {
     pub reason: String,
 }
 
-/// Items a worker should have, so that an uneven last one costs little: the last item to finish
-/// holds up the others by half an item on average, 1/8 of a worker's time at 4.
+/// Target items per worker, so that an uneven last item costs little. The last item to finish holds
+/// up the other workers by half an item on average: 1/8 of a worker's time at 4.
 pub(crate) const ITEMS_PER_WORKER: usize = 4;
 
 /// The fewest keys worth a split: below this, storing and merging a partial state costs more than

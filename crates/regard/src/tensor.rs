@@ -341,8 +341,8 @@ impl<'a> Tensor<'a> {
             return None;
         }
         // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialized, aligned
-        // elements of its type for 'a; T is that type, and `bool`, which may not have every value,
-        // has been ruled out.
+        // elements of its type for 'a; T is that type. `bool`, which may not have every value, has
+        // been ruled out.
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
     }
 
@@ -407,8 +407,8 @@ impl<'a> Tensor<'a> {
         let start = (start + (first / values) as i64 * step) as isize;
         let (step, skip) = (step as isize, first % values);
         // SAFETY: the indices were checked against the shape without overflow, so the view is not
-        // empty, and its constructor has made sure (`extent`) that offsets inside the shape fit 61
-        // bits and that there is initialized, aligned memory of this type at each of them, for 'a.
+        // empty. Its constructor has made sure (`extent`) that offsets inside the shape fit 61
+        // bits, and that each of them has initialized, aligned memory of this type, for 'a.
         unsafe {
             match self.dtype() {
                 DType::F32 => gather(self.data.cast::<f32>().offset(start), step, row, f64::from),

@@ -131,10 +131,10 @@ pub struct Attention<T> {
     pub v_scales: Option<T>,
     /// The source of values: a tensor of their own, or the first dims of keys.
     pub values: Values,
-    /// The shape of `k` with other dims (Dr for Dv), of its type: the last dims of keys, of which
-    /// `k` has the first ones: key `j` is `[k_j, rotary_k_j]`, and Dk is Dv + Dr. Values are then
-    /// all of `k` ([`Values::KeyPrefix`]): latent and rotary rows in two pools. Both have the
-    /// scales of `k_scales`. Not given together with `second_k`.
+    /// The shape of `k` with other dims (Dr for Dv), of its type: the last dims of keys. `k` has
+    /// the first dims: key `j` is `[k_j, rotary_k_j]`, and Dk is Dv + Dr. Values are then all of
+    /// `k` ([`Values::KeyPrefix`]): latent and rotary rows in two pools. Both have the scales of
+    /// `k_scales`. Not given together with `second_k`.
     pub rotary_k: Option<T>,
     /// `[rows, Hkv]` or `[rows, 1]`, and `n` entries each, `i32`: the keys that each query row
     /// attends to, instead of all. Rows are numbered as in `q`: row `b * Lq + i`, or `i` of

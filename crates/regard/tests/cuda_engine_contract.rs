@@ -1,7 +1,7 @@
 //! The engine contract (docs/engine-contract.md) on an NVIDIA GPU: append and attention are
 //! captured once and replayed with new lengths, tables and pages, alone and with the schedule of a
-//! step for two layers; a run allocates nothing and waits for nothing (a stream that is captured
-//! allows neither), reads no variable of the environment and starts no thread; a refusal comes
+//! step for two layers. A run allocates nothing and waits for nothing (a stream that is captured
+//! allows neither), reads no variable of the environment and starts no thread. A refusal comes
 //! before any launch.
 //!
 //! Without a GPU the test passes and print SKIPPED. With `REGARD_CUDA_REQUIRED` set it fails.

@@ -1,5 +1,5 @@
-//! A plan for upper bounds runs like one for the lengths: keys are split when a run knows them, so
-//! the results have the same bits, and the workspace that was planned is enough.
+//! A plan for upper bounds runs like a plan for the lengths. Keys are split when a run knows the
+//! lengths, so the results have the same bits. The planned workspace is enough.
 
 use regard::cpu::Level;
 use regard::oracle::{Judge, Row};

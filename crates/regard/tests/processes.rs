@@ -51,7 +51,7 @@ impl Work {
 /// Forks; the child does `work`, and ends with status 0 if that is true. It has ten seconds.
 fn child(work: impl FnOnce() -> bool) -> libc::pid_t {
     // SAFETY: the child uses nothing that another thread of this process may have locked, except
-    // the tested code and the allocator, which the C library makes usable in a child; it ends
+    // the tested code and the allocator, which the C library makes usable in a child. It ends
     // without unwinding or running destructors.
     match unsafe { libc::fork() } {
         0 => {

@@ -3,9 +3,9 @@
 //! In every step each running request brings its next token, or the next chunk of its prompt;
 //! requests join when there is room and leave when they are done. Requests with the same beginning
 //! share its pages. When pages run out, kept prompts go first, then the youngest request is
-//! preempted: its pages are freed, and when there is room again its tokens, the generated ones
-//! included, are computed anew. In batch-invariant mode every answer is, bit by bit, the answer
-//! that the request alone would have got.
+//! preempted: its pages are freed. When there is room again, its tokens are computed anew,
+//! generated tokens included. In batch-invariant mode every answer is, bit by bit, the answer that
+//! the request alone would have got.
 
 use crate::attend::{Attend, Mode, Paged};
 use crate::cache::CacheType;

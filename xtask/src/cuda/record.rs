@@ -3,9 +3,9 @@
 //!
 //! A module whose fingerprint is in the record was compiled by these compilers from these sources
 //! to these images, which assemble everywhere as they should. Only `cargo xtask cuda build` writes
-//! the record, and only of modules that it has built in that very run; whatever changes afterwards,
-//! sources, options, compilers, this tool's own treatment of PTX, or the images (by a merge of two
-//! branches, say), changes the fingerprint.
+//! the record, and only of modules that it has built in that very run. Any later change of sources,
+//! options, compilers, this tool's own treatment of PTX, or the images (by a merge of two branches,
+//! say) changes the fingerprint.
 
 use super::source::Sources;
 use super::tools::{Tools, succeed};

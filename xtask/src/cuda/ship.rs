@@ -1,10 +1,10 @@
 //! Images of the modules, in compressed archives, and an index in Rust that includes them.
 //!
 //! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
-//! generation of GPUs. Images of one kind of modules that differ only in types and in rows of tiles
-//! share an archive: they are similar, and together they compress to little more than each of
-//! them does. An archive starts with a line for each image (name, bytes, and whether its kernels
-//! start early) and an empty line; the images follow. It is an LZMA file.
+//! generation of GPUs. Images of one kind share an archive if their modules differ only in types
+//! and in rows of tiles. Such images are similar: together they compress to little more than one of
+//! them. An archive starts with a line for each image (name, bytes, and whether its kernels start
+//! early) and an empty line; the images follow. It is an LZMA file.
 
 use super::{Image, Module};
 use anyhow::{Context, Result, bail};

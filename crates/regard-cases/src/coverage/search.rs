@@ -339,8 +339,8 @@ impl Search<'_> {
     }
 }
 
-/// Changes the seed until the mask leaves some block alone and hides a part of another, where it
-/// has several, as far as that is to be had: kernels go separate ways there.
+/// Changes the seed until the mask leaves some block alone and hides a part of another, if it has
+/// several blocks and such a seed is found. Kernels treat such blocks differently.
 fn show_all_blocks(spec: &mut Spec) {
     let Some(mask) = spec.mask else { return };
     let seeds = (0..32).map(|i| spec.seed + 1000 * i);

@@ -1,5 +1,5 @@
-//! Pairs of features in one kernel, at every class of head dims and in every type: a pair that
-//! works in bf16 at head dim 128 may fail in f16 at 192, because each is a separate module.
+//! Pairs of features in one kernel, at every class of head dims and in every type. A pair that
+//! works in bf16 at head dim 128 may fail in f16 at 192, because these are separate modules.
 
 use super::FLOATS;
 use crate::spec::{Hide, Keys, MaskSpec, Spec};

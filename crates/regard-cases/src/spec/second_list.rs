@@ -1,5 +1,5 @@
-//! A second cache: the last entries of each list of slots are a list into a second pool, which has
-//! the same keys in pages of another size, in another order and with other strides.
+//! A second cache: the last entries of each list of slots are a list into a second pool. This pool
+//! has the same keys in pages of another size, in another order and with other strides.
 
 use super::{Keys, ListSpec, Spec, made};
 use crate::array::Array;

@@ -80,9 +80,9 @@ impl<M: Memory> AppendLatent<'_, M> {
         Ok((append, shape))
     }
 
-    /// The same as an append of two parts of each row to two parts of the pool, for kernels that
-    /// write keys, whose leading dims they rotate, and values: the rotary dims are its keys, the
-    /// others its values.
+    /// The same as an append of two parts of each row to two parts of the pool. Kernels write keys,
+    /// whose leading dims they rotate, and values: here the rotary dims are the keys, the other
+    /// dims the values.
     fn halves(&mut self, shape: &AppendShape) -> Result<Append<'_, M>, Error> {
         let start = match shape.rotary_dim {
             0 => shape.head_dim / 2,

@@ -21,10 +21,10 @@ pub struct Compiled {
     pub products: ProductTable,
 }
 
-/// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths (as
-/// many as `product::shapes::WIDTHS`; a level without the last width repeats the one
-/// before, which is never called), its [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether
-/// bf16 are multiplied in pairs.
+/// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths, its
+/// [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether bf16 are multiplied in pairs. There
+/// are as many widths as in `product::shapes::WIDTHS`: a level without the last width repeats the
+/// width before, and the repeated entry is never called.
 macro_rules! compile {
     (
         $(features: $features:literal,)?

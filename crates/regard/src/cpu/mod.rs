@@ -288,10 +288,10 @@ impl Runner<'_> {
             let run_item = |item: &Item| {
                 // SAFETY: the operands are checked, and the level's instructions are available
                 // (`compiled`). Each item is handed out once. Each worker number below `workers`,
-                // and so each scratch, belongs to one `run_items` at a time: number 0 is used again
-                // only after the executor's calls have returned, which the borrow in its closure
-                // ensures. A block's merge is handed out once, after every split of the block has
-                // been stored and is visible to this thread (AcqRel in `finish`).
+                // and so each scratch, belongs to one `run_items` at a time. Number 0 is used again
+                // only after the executor's calls have returned: the borrow in the closure ensures
+                // this. A block's merge is handed out once, after every split of the block has been
+                // stored and is visible to this thread (AcqRel in `finish`).
                 unsafe { (compiled.run_item)(call, item, scratch) };
             };
             run_item(&item);

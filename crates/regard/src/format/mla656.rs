@@ -34,9 +34,9 @@ impl Mla656 {
     pub const SCALED_VALUES: usize = 128;
 
     /// Each scale maps the largest magnitude of its values to the code 448
-    /// ([`dynamic_scale`](crate::quantize::dynamic_scale)); codes are the nearest to a value over
-    /// its scale, ties to even, and 0 under a scale of 0. Rotary dims are rounded to `bf16`. A NaN
-    /// stays where it is.
+    /// ([`dynamic_scale`](crate::quantize::dynamic_scale)). A code is the nearest to a value over
+    /// its scale, ties to even; it is 0 under a scale of 0. Rotary dims are rounded to `bf16`. A
+    /// NaN stays where it is.
     pub fn from_f32(values: &[f32; Mla656::VALUES]) -> Mla656 {
         let mut row = Mla656::default();
         let groups = values.chunks_exact(Mla656::SCALED_VALUES).zip(&mut row.scales);

@@ -323,8 +323,9 @@ struct Compared {
     expected: f64,
 }
 
-/// Which rows stand beside a row (of the same sequence and key/value head) whose reference is not
-/// finite though its query is: it sees a key or value that is not, and such may spread.
+/// For each row, whether a row of the same sequence and key/value head has a finite query and a
+/// reference that is not finite. That row sees a key or value that is not finite, and this may
+/// spread.
 fn rows_beside_nan(inputs: &Inputs, reference: &Reference, value_dim: usize) -> Vec<bool> {
     let heads = |tensor: &Tensor| tensor.shape()[tensor.rank() - 2];
     let group = (heads(&inputs.q) / heads(&inputs.k)).max(1);

@@ -130,8 +130,8 @@ pub fn ragged(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{replays_run} replays with rows dealt out anew"))
 }
 
-/// The same graphs with the schedule of the step, which a replay computes anew for its lengths, and
-/// layers that read it; and under a mask, whose tile map a replay makes anew.
+/// The same graphs with the schedule of the step, and layers that read it: a replay computes the
+/// schedule anew for its lengths. Then graphs under a mask: a replay makes the tile map anew.
 pub fn scheduled(runner: &mut Runner) -> Result<String, Broken> {
     let captured = Captured::Step;
     let decode = replay_decode(runner, captured)?;
