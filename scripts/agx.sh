@@ -5,7 +5,7 @@
 #
 #     scripts/agx.sh [PIPELINE]            those whose names contain PIPELINE
 #
-# Mesa 25.0 is taken from Debian 13's sources by apt-get, or from the folder that MESA names. Of it the compiler alone is
+# Mesa 25.0 is taken from Debian 13's sources by apt-get, or from the folder that MESA names. Only the compiler is
 # built, into target/agx: about 400 files, 3 minutes on one core. Nothing is installed but, by apt-get and as root, what
 # the build needs where it is missing. Prefill is left out: Mesa has no matrix products.
 set -euo pipefail

@@ -4,7 +4,7 @@
 #     scripts/python_gpu.sh WHEEL
 #
 # Needs python3 with PyTorch and pytest, and nothing to build with; tests of CuPy and JAX run where they are
-# installed. Of this repository it reads crates/regard-python alone. A test that is skipped for want of a GPU fails.
+# installed. It reads only crates/regard-python of this repository. A test that is skipped for want of a GPU fails.
 set -euo pipefail
 wheel=$(realpath "$1")
 crate=$(realpath "$(dirname "$0")/../crates/regard-python")

@@ -161,7 +161,7 @@ def translate(s):
 
 
 for path in sorted(glob.glob("*/*.cu*", root_dir=KERNELS)):
-    # Of the utility kernels the emulator runs `append`.
+    # The emulator runs one of the utility kernels, `append`.
     other = path.startswith("utility/") and path not in ("utility/append.cu", "utility/quantize.cuh")
     if path in REPLACED or other or not os.path.isdir(os.path.dirname(f"{FOLDER}/{path}")):
         continue

@@ -36,8 +36,8 @@ pub fn library(
     compiler.library("regard.metal", source, build)
 }
 
-/// The source of one pipeline: its kernel alone, and its function constants as numbers, which is
-/// what the compiler of a GPU makes code from.
+/// The source of one pipeline: its kernel alone, and its function constants as numbers. The
+/// compiler of a GPU makes code from the same source.
 pub fn specialized_source(pipeline: &Pipeline) -> String {
     let constant = |line: &str| {
         let index = line.split_once("[[function_constant(")?.1.split_once(')')?.0;

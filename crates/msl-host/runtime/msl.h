@@ -156,7 +156,7 @@ template <class T>
 inline T abs(T x) {
     return x < T(0) ? -x : x;
 }
-// Of a number and a NaN, the number, as Metal has it.
+// Returns the number if one operand is NaN, as Metal does.
 template <class T>
 inline T max(T a, T b) {
     if constexpr (components<T>::count > 0) return __builtin_elementwise_max(a, b);

@@ -35,7 +35,7 @@ struct Fiber {
     // The call that it waits at.
     const char* what;
     int line, flags;
-    // Which of its SIMD group's two rows of slots it writes next.
+    // The row of slots, of its SIMD group's two, that it writes next.
     unsigned parity;
     msl_position position;
     unsigned simdgroup;

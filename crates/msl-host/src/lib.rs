@@ -24,7 +24,7 @@ pub use library::{Buffer, Dispatch, Library};
 
 use std::fmt;
 
-/// Why something did not work.
+/// The reason why something did not work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// There is no clang here, or it is too old; the reason names what is missing.

@@ -130,10 +130,10 @@
 // The same for values and `v_scales`.
 #define REGARD_APPEND_DYNAMIC_V_SCALES (1 << 3)
 
-// Of `regard_plan_run_prepared`: the workspace has the schedule of the step.
+// For `regard_plan_run_prepared`: the workspace has the schedule of the step.
 #define REGARD_PREPARED_SCHEDULE (1 << 0)
 
-// Of `regard_plan_run_prepared`: the workspace has the tile map of the mask.
+// For `regard_plan_run_prepared`: the workspace has the tile map of the mask.
 #define REGARD_PREPARED_TILE_MAP (1 << 1)
 
 // The result of a call. `regard_last_error` has the message.
@@ -660,19 +660,19 @@ size_t regard_plan_workspace_bytes(const struct regard_plan *plan);
 // zero. 0 on the CPU, and for null.
 size_t regard_plan_zeroed_bytes(const struct regard_plan *plan);
 
-// Loads the kernels that the plan runs. The first run does so otherwise, which takes some
+// Loads the kernels that the plan runs. Otherwise the first run loads them. Loading takes some
 // milliseconds, and cannot be done while a CUDA graph is captured. There is nothing to load on the
 // CPU.
 regard_status regard_plan_load(const struct regard_plan *plan);
 
-// Which kernel runs, how, and why, in a few lines of UTF-8; null for a null plan. Valid as long as
-// the plan.
+// The kernel of the plan, its settings and their reasons, in a few lines of UTF-8; null for a null
+// plan. Valid as long as the plan.
 const char *regard_plan_explain(const struct regard_plan *plan);
 
-// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
-// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
-// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
-// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
+// Runs a plan on operands. They may be smaller than planned (fewer or shorter sequences), but have
+// the planned heads, dims, types and options. `workspace` is memory of the plan's device, at least
+// `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but for
+// `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 // memory with each other or with an input. If addresses, shapes and strides show that they do, the
 // call is an error.
 //
@@ -711,10 +711,10 @@ regard_status regard_copy_blocks(const struct regard_block_copies *copies,
                                  const struct regard_device *device,
                                  void *stream);
 
-// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`,
-// which has as many elements: 2^(-8 (h + 1) / n) for n heads if n is a power of two. Otherwise
-// the slopes of the largest power of two below n, then every second slope of the next power of
-// two. Pass them as `alibi_slopes` of `regard_operands`.
+// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`, an
+// array of as many elements: 2^(-8 (h + 1) / n) for n heads if n is a power of two. Otherwise the
+// slopes of the largest power of two below n, then every second slope of the next power of two.
+// Pass them as `alibi_slopes` of `regard_operands`.
 regard_status regard_alibi_slopes(size_t query_heads, float *slopes);
 
 // Merges partial results over disjoint sets of keys (a shared prefix and the keys after it, caches

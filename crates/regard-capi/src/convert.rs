@@ -23,8 +23,8 @@ pub fn bad(
 /// that all zeros are a value of.
 ///
 /// # Safety
-/// The type is `repr(C)`, its first field is `size: usize`, and any bytes are a value of it, but
-/// for function pointers, which are `Option`s.
+/// The type is `repr(C)`, its first field is `size: usize`, and any bytes are a value of it.
+/// Function pointers are `Option`s.
 pub unsafe trait Versioned: Copy {
     /// Its name in C.
     const NAME: &'static str;

@@ -192,7 +192,7 @@ pub unsafe extern "C" fn regard_plan_zeroed_bytes(plan: *const Plan) -> usize {
     .unwrap_or(0)
 }
 
-/// Loads the kernels that the plan runs. The first run does so otherwise, which takes some
+/// Loads the kernels that the plan runs. Otherwise the first run loads them. Loading takes some
 /// milliseconds, and cannot be done while a CUDA graph is captured. There is nothing to load on the
 /// CPU.
 #[unsafe(no_mangle)]
@@ -211,8 +211,8 @@ pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
     })
 }
 
-/// Which kernel runs, how, and why, in a few lines of UTF-8; null for a null plan. Valid as long as
-/// the plan.
+/// The kernel of the plan, its settings and their reasons, in a few lines of UTF-8; null for a null
+/// plan. Valid as long as the plan.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char {
     status::text(|| {
@@ -222,10 +222,10 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
     })
 }
 
-/// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
-/// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
-/// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
-/// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
+/// Runs a plan on operands. They may be smaller than planned (fewer or shorter sequences), but have
+/// the planned heads, dims, types and options. `workspace` is memory of the plan's device, at least
+/// `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but for
+/// `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 /// memory with each other or with an input. If addresses, shapes and strides show that they do, the
 /// call is an error.
 ///
@@ -372,10 +372,10 @@ pub unsafe extern "C" fn regard_copy_blocks(
     })
 }
 
-/// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`,
-/// which has as many elements: 2^(-8 (h + 1) / n) for n heads if n is a power of two. Otherwise
-/// the slopes of the largest power of two below n, then every second slope of the next power of
-/// two. Pass them as `alibi_slopes` of `regard_operands`.
+/// Writes the standard slopes of ALiBi (Press et al. 2021) for `query_heads` heads to `slopes`, an
+/// array of as many elements: 2^(-8 (h + 1) / n) for n heads if n is a power of two. Otherwise the
+/// slopes of the largest power of two below n, then every second slope of the next power of two.
+/// Pass them as `alibi_slopes` of `regard_operands`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_alibi_slopes(query_heads: usize, slopes: *mut f32) -> Status {
     status::status(|| {

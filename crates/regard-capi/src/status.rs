@@ -12,7 +12,7 @@ use std::ptr;
 #[cfg(panic = "abort")]
 compile_error!("regard-capi turns panics into error codes: build it with panic = \"unwind\"");
 
-/// Why a call failed.
+/// The reason why a call failed.
 pub struct Failure {
     pub status: Status,
     pub text: String,

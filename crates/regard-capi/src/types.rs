@@ -490,9 +490,9 @@ pub struct Problem {
     pub rotary_dim: i64,
 }
 
-/// Of `regard_plan_run_prepared`: the workspace has the schedule of the step.
+/// For `regard_plan_run_prepared`: the workspace has the schedule of the step.
 pub const REGARD_PREPARED_SCHEDULE: u32 = 1 << 0;
-/// Of `regard_plan_run_prepared`: the workspace has the tile map of the mask.
+/// For `regard_plan_run_prepared`: the workspace has the tile map of the mask.
 pub const REGARD_PREPARED_TILE_MAP: u32 = 1 << 1;
 
 /// The place of a mask's tile map in the workspace, and its extents: a byte for each sequence,

@@ -118,7 +118,7 @@ fn stored(
         }
         return Ok((Array::new(Data::from_le_bytes(dtype, &bytes), &shape)?, None));
     }
-    // Which scale a row has.
+    // The number of a row's scale.
     let (heads, head_of): (usize, Box<dyn Fn(usize) -> usize>) = match layout {
         Layout::Bshd => (second, Box::new(move |row| row % second)),
         _ => (first, Box::new(move |row| row / second % first)),

@@ -40,8 +40,7 @@ pub struct Case {
     /// `[B, Lk, Hkv, Dk]` or `[B, Hkv, Lk, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool
     /// with `block_table`.
     pub k: Array,
-    /// As `k`, with Dv. Of values that are a prefix of the keys only Dv counts
-    /// ([`Array::prefix`]).
+    /// As `k`, with Dv. If values are a prefix of the keys, only Dv counts ([`Array::prefix`]).
     pub v: Array,
     /// Everything else. A mask here may have fewer than 4 dimensions: they are aligned at the last,
     /// missing ones are 1. Batch invariance is not part of a file.

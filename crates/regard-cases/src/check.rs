@@ -22,7 +22,7 @@ pub struct Verdict {
     pub expected: Option<Agreement>,
 }
 
-/// Why a case did not pass.
+/// The reason why a case did not pass.
 #[derive(Debug, Clone)]
 pub enum Failure {
     /// It did not run.

@@ -65,7 +65,7 @@ pub struct MaskSpec {
     pub dtype: DType,
     /// The pattern of hidden keys in an additive mask.
     pub hide: Hide,
-    /// Which of `[B, Hq, Lq, Lk]` are 1.
+    /// The dimensions of `[B, Hq, Lq, Lk]` that are 1.
     pub broadcast: [bool; 4],
 }
 
@@ -661,7 +661,7 @@ impl Spec {
                         let mut noise = Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]);
                         let block = match mask.hide {
                             Hide::Blocks => self.mask_block(coordinates),
-                            // Of the row: whether all of it is hidden.
+                            // One draw per row: it decides if all of the row is hidden.
                             Hide::Lowest => {
                                 Noise::new(self.seed, &[Use::Mask as u64, a, b, c]).below(4)
                             }

@@ -323,7 +323,7 @@ fn output_bytes(case: &Case) -> u64 {
     let rows =
         case.q.shape().iter().rev().skip(1).fold(1u64, |all, &n| all.saturating_mul(n as u64));
     let value_dim = case.v.shape().last().map_or(0, |&n| n as u64);
-    // Of `f32` at most, and one number more for the log-sum-exp.
+    // At most `f32`, and one number more for the log-sum-exp.
     rows.saturating_mul(value_dim.saturating_add(1)).saturating_mul(4)
 }
 

@@ -50,7 +50,7 @@ struct Row {
     features: BTreeMap<&'static str, usize>,
     /// Passed cases with each accepted pair: `"causal sinks"`.
     pairs: BTreeMap<String, usize>,
-    /// Why no problem with a feature selects the kernel.
+    /// The reason why no problem with a feature selects the kernel.
     not_accepted: BTreeMap<&'static str, String>,
     /// The same for pairs of features that it accepts one by one.
     pairs_not_accepted: BTreeMap<String, String>,

@@ -23,7 +23,7 @@ struct Info {
     /// Backends that can run here.
     backends: Vec<&'static str>,
     gpus: Vec<Gpu>,
-    /// Why there is no GPU, if there is none.
+    /// The reason why there is no GPU, if there is none.
     no_gpu: Option<String>,
 }
 

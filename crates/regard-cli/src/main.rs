@@ -156,8 +156,8 @@ struct RandomArguments {
         conflicts_with_all = NOT_RANDOM
     )]
     first: u64,
-    /// Which problems: all, small (for emulators), prefill (small ones that CUDA's prefill kernels
-    /// take)
+    /// The kind of problems: all, small (for emulators), prefill (small ones that CUDA's prefill
+    /// kernels take)
     #[arg(
         long,
         value_name = "NAME",

@@ -16,7 +16,7 @@ pub const REFUSED: u8 = 3;
 /// Exit status if the output pipe is closed: the status that a shell reports for SIGPIPE.
 const PIPE_CLOSED: u8 = 128 + 13;
 
-/// Why a command stops before its end.
+/// The reason why a command stops before its end.
 #[derive(Debug)]
 pub enum Stop {
     /// The command was not understood.

@@ -18,7 +18,7 @@ pub struct Request<'a> {
     pub seed: Option<u64>,
     /// The number of the first one.
     pub first: u64,
-    /// Which kind.
+    /// The kind of problems.
     pub profile: Profile,
     /// On the CPU: all levels, not the one detected.
     pub all_levels: bool,

@@ -63,7 +63,7 @@ pub fn help() -> String {
 pub struct Described {
     /// The problem.
     pub problem: Problem,
-    /// Which codes share a scale. Plans do not depend on it.
+    /// The group of codes that share a scale. Plans do not depend on it.
     pub granularity: Granularity,
     /// Keys that the sequences of each prefix group share; likewise.
     pub shared: usize,

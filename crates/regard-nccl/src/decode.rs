@@ -9,7 +9,7 @@ use regard::{
     QueryStorage, Tensor, TensorMut, Variant,
 };
 
-/// Which queries a rank has before a step.
+/// The queries that a rank has before a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Queries {

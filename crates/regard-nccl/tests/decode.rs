@@ -86,7 +86,7 @@ impl Law {
 struct Whole<T> {
     /// `[Hq, tokens, Dk]`.
     q: Vec<T>,
-    /// Of each sequence, `[Lk, Hkv, D]`.
+    /// The keys of each sequence, `[Lk, Hkv, D]`.
     k: Vec<Vec<T>>,
     v: Vec<Vec<T>>,
     slopes: Vec<f32>,

@@ -129,9 +129,9 @@ pub(crate) struct AppendShape {
     pub rotary_dim: usize,
     /// The first dim that is rotated.
     pub rotary_start: usize,
-    /// Of new keys, values and queries.
+    /// The type of new keys, values and queries.
     pub dtype: DType,
-    /// Of the pools.
+    /// The types of the pools.
     pub key_dtype: DType,
     pub value_dtype: DType,
 }
@@ -371,7 +371,7 @@ impl<M: Memory> Append<'_, M> {
             ("rotary table", rotary.map(|rotary| &rotary.table)),
         ];
         // Pools may be interleaved, with each other and with their scales: their address ranges
-        // overlap though their elements do not, which cannot be checked from the views.
+        // overlap though their elements do not. The views are not enough to check this.
         let written = [
             ("key_pool", Some(&self.key_pool)),
             ("value_pool", Some(&self.value_pool)),

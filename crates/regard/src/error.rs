@@ -3,7 +3,8 @@
 
 use std::fmt;
 
-/// Why a call did not run. Nothing has been written to any output when one of these is returned.
+/// The reason why a call did not run. Nothing has been written to any output when one of these is
+/// returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
@@ -41,7 +42,7 @@ pub enum Error {
 pub struct Refusal {
     /// The machine it was planned for.
     pub machine: String,
-    /// Why nothing runs there.
+    /// The reason why no kernel runs there.
     pub reason: String,
 }
 

@@ -28,7 +28,7 @@ pub(crate) fn expect_shape(
     Err(Error::argument(argument, format!("of shape {found:?}"), format!("{expected:?} ({why})")))
 }
 
-/// So many dimensions.
+/// Exactly this number of dimensions.
 pub(crate) fn expect_rank(
     argument: &str,
     shape: &[usize],

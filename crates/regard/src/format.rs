@@ -171,8 +171,8 @@ impl BlockQ8_0 {
 }
 
 impl BlockQ4_0 {
-    /// GGUF's rounding: the scale is the number of largest magnitude over -8, so that it gets the
-    /// code -8; codes are rounded half up. A block with a NaN has the scale NaN.
+    /// GGUF's rounding: the scale is the number of largest magnitude over -8, so that this number
+    /// gets the code -8. Codes are rounded half up. A block with a NaN has the scale NaN.
     pub fn from_f32(values: &[f32; BLOCK_VALUES]) -> BlockQ4_0 {
         let largest =
             values.iter().fold(0.0f32, |max, &x| if x.abs() > max.abs() { x } else { max });
@@ -209,8 +209,8 @@ pub fn i8_from_f32(x: f32) -> i8 {
 mod tests {
     use super::*;
 
-    /// Every number of a format, found by trying: the nearest, of two as near the one with an even
-    /// code.
+    /// Every number of a format, found by trying: the nearest, and of two equally near numbers the
+    /// one with an even code.
     fn by_search(x: f32, codes: &[(u8, f32)]) -> u8 {
         let distance = |y: f32| (f64::from(x) - f64::from(y)).abs();
         let nearest = codes.iter().map(|&(_, y)| distance(y)).fold(f64::INFINITY, f64::min);

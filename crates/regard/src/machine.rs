@@ -54,7 +54,7 @@ pub struct CudaFacts {
     pub compute_capability: u32,
     /// Streaming multiprocessors.
     pub multiprocessors: usize,
-    /// Shared memory that one thread block can have, in bytes.
+    /// Shared memory that one CTA can have, in bytes.
     pub shared_bytes: usize,
     /// L2 cache, in bytes.
     pub l2_bytes: usize,

@@ -34,7 +34,7 @@ pub struct Row {
 /// Rows of attention, in f64.
 #[derive(Debug, Clone, Default)]
 pub struct Reference {
-    /// Which rows these are.
+    /// The rows, in order.
     pub rows: Vec<Row>,
     /// `[rows, Dv]`. Over [`all_rows`], that is the layout of a contiguous `out`.
     pub out: Vec<f64>,

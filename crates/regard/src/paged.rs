@@ -57,9 +57,10 @@
 //!
 //! # The allocator
 //!
-//! [`PageAllocator`] is the bookkeeping that an inference engine needs beside the pool: which block
-//! holds which tokens, how many sequences share it, which are free. It touches no pool memory, does
-//! not depend on a backend, and returns the writes and copies that the caller has to make:
+//! [`PageAllocator`] is the bookkeeping that an inference engine needs beside the pool: the tokens
+//! in each block, the number of sequences that share it, and the free blocks. It touches no pool
+//! memory, does not depend on a backend, and returns the writes and copies that the caller has to
+//! make:
 //!
 //! - [`append`](PageAllocator::append) names the slots of new tokens. If the last block is partly
 //!   filled and shared, it also names the one copy that has to come first (copy on write);
@@ -123,7 +124,7 @@ pub struct SlotRange {
     pub block: usize,
     /// The slots in it.
     pub slots: Range<usize>,
-    /// Which of the appended tokens go there, counted from the first one appended.
+    /// The appended tokens that go there, counted from the first.
     pub tokens: Range<usize>,
 }
 
@@ -192,7 +193,7 @@ pub struct PageAllocator {
 
 #[derive(Debug, Clone, Default)]
 struct Sequence {
-    /// Which sequence has this place: ids of an earlier one are stale.
+    /// The number of the sequence that has this place: ids of an earlier sequence are stale.
     number: u64,
     alive: bool,
     /// Tokens.
@@ -382,9 +383,10 @@ impl PageAllocator {
         Ok(())
     }
 
-    /// Releases the blocks that end before `position`: with a window of `left`, and the next
-    /// query row at position `p`, that is `p - left`. The sequence keeps its length, and its table
-    /// gets -1 for them. Returns how many blocks became free (shared ones stay with the others).
+    /// Releases the blocks that end before `position`: with a window of `left`, and the next query
+    /// row at position `p`, that is `p - left`. The sequence keeps its length, and its table gets
+    /// -1 for them. Returns the number of blocks that became free (other holders keep shared
+    /// blocks).
     ///
     /// # Errors
     /// If the sequence was freed.

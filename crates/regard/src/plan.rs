@@ -136,7 +136,7 @@ impl Plan {
         Refusal { machine: self.machine.to_string(), reason }.into()
     }
 
-    /// Which kernel runs, how, and why, in a few lines of plain text.
+    /// The kernel, its settings and their reasons, in a few lines of plain text.
     pub fn explain(&self) -> String {
         let Plan { problem, choice, split, .. } = self;
         let tile =

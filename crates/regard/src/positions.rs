@@ -137,7 +137,7 @@ pub struct Shard {
     pub rank: usize,
     /// Devices, from 1 to [`MAX_KEY_STRIDE`].
     pub count: usize,
-    /// Which keys the device has.
+    /// The keys that the device has.
     pub layout: KeyLayout,
 }
 

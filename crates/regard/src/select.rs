@@ -56,6 +56,6 @@ pub struct Choice {
     pub tile_keys: usize,
     /// Query rows per block (rows of one key/value head: tokens times grouped heads).
     pub block_rows: usize,
-    /// Why this tile.
+    /// The reason for this tile.
     pub reason: String,
 }

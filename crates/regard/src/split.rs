@@ -38,7 +38,7 @@ pub struct Split {
     /// Whether each split is an item, and a second pass merges them (`true`), or one item walks
     /// them in order (`false`).
     pub parallel: bool,
-    /// Why.
+    /// The reason for this split.
     pub reason: String,
 }
 

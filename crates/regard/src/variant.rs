@@ -379,7 +379,7 @@ impl<T> Attention<T> {
 }
 
 impl<M: Memory> Attention<Tensor<'_, M>> {
-    /// Which features are used.
+    /// The features in use.
     pub fn variant(&self) -> Variant {
         Variant {
             causal: self.causal && self.tree_mask.is_none(),

@@ -589,7 +589,7 @@ fn claims_too_large_to_count() {
     refused(rows, "query rows", "1152921504606846976", "0..=2147483647");
     let rows = Inputs { k: claiming([1 << 60, 2, 8]), ..ragged() };
     refused(rows, "key rows", "1152921504606846976", "0..=2147483647");
-    // No element, but a number of sequences that one more than overflows.
+    // No element, but so many sequences that one more overflows.
     let none = Inputs {
         q: claiming([usize::MAX, 0, 4, 8]),
         ..but(dense(), |a| a.cu_seqlens_k = Some(ints(&[0], [1])))

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// The system's allocator, counting.
 struct Counting;
 
-// Of each thread: runs are on the thread of the test, and the driver has others.
+// Counters per thread: runs are on the thread of the test, and the driver has threads of its own.
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
     static LOOKUPS: Cell<usize> = const { Cell::new(0) };

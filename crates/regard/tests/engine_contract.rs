@@ -19,7 +19,7 @@ use std::thread::LocalKey;
 /// The system's allocator, counting.
 struct Counting;
 
-// Of each thread: runs are on the thread of the test, and the harness has others.
+// Counters per thread: runs are on the thread of the test, and the harness has threads of its own.
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
     static LOOKUPS: Cell<usize> = const { Cell::new(0) };

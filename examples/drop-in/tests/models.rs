@@ -20,8 +20,8 @@ const VOCABULARY: u32 = 96;
 const STEPS: [usize; 8] = [13, 1, 1, 1, 6, 1, 1, 1];
 const BATCH: usize = 2;
 
-/// A model with its cache: logits `[batch, vocabulary]` of the last of these tokens `[batch, n]`,
-/// which follow as many as the number.
+/// A model with its cache. Arguments: tokens `[batch, n]`, and the number of tokens before them.
+/// Returns the logits `[batch, vocabulary]` of the last token.
 type Forward = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 /// Weights as an initialization draws them, of the names that a model asks for.

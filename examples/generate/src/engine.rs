@@ -103,9 +103,9 @@ pub struct Statistics {
     pub time: Duration,
     /// Time in steps that only decoded.
     pub decode_time: Duration,
-    /// Of `time`, that spent in attention and in writing the cache.
+    /// The part of `time` that is spent in attention and in writing the cache.
     pub attention_time: Duration,
-    /// Of `decode_time`, likewise.
+    /// The part of `decode_time`, likewise.
     pub decode_attention_time: Duration,
     /// Rows of the steps that only decoded.
     pub decode_step_rows: usize,

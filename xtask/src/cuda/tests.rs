@@ -127,7 +127,8 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
 fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     let Some(tools) = tools() else { return };
     let folders = folders("record");
-    // Of a kind each, all but the second: it is the one that is not built again.
+    // Each module has its own kind, but the second has the kind of the first: it is not built
+    // again.
     let mut modules =
         [("sample", "sample.cu"), ("second", "sample.cu"), ("spilling", "spilling.cu")].map(
             |(name, source)| Module { must_not_spill: false, ..module(name, source, "compute_80") },

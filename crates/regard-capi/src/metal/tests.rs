@@ -368,8 +368,8 @@ fn c_path(name: &str) -> std::ffi::CString {
     std::ffi::CString::new(path.into_os_string().into_encoded_bytes()).expect("no zero in it")
 }
 
-/// All of C's Metal devices of null are one, which lives as long as the process: other tests may
-/// have loaded pipelines.
+/// All of C's Metal devices of null are one device, which lives as long as the process: other tests
+/// may have loaded pipelines.
 #[test]
 fn pipelines_are_kept_in_an_archive() {
     let Some(_gpu) = gpu() else { return };

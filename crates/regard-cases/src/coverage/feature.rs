@@ -322,7 +322,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             spec.batch_invariant = true;
             true
         }
-        // Of the base, of what runs it, or of the outputs.
+        // Features of the base, of the kernel that runs it, or of the outputs.
         ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Combine
         | Lse => false,
     };

@@ -1,4 +1,4 @@
-//! Which kernels run with which features: small cases that between them run every kernel with every
+//! Coverage of kernels and features: small cases that together run every kernel with every
 //! [`Feature`] that it accepts, alone and in pairs.
 //!
 //! Nothing of that is a list made by hand. Selection is a pure function, so descriptions of cases

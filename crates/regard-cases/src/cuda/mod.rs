@@ -19,7 +19,7 @@ use std::sync::Arc;
 ///
 /// Each operand is surrounded by NaN (all bits set) there, and has the host's strides and alignment
 /// modulo 16 bytes. The workspace is exactly as large as planned and full of garbage except for its
-/// counters, which are checked after every run. Writing beside an output is an error.
+/// counters. These are checked after every run. Writing beside an output is an error.
 pub struct Runner {
     gpu: Gpu,
     stream: Arc<CudaStream>,

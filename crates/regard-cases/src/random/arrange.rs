@@ -85,7 +85,7 @@ fn can_be_apart(spec: &Spec) -> bool {
     !shared || positions.iter().all(|&position| position == positions[0])
 }
 
-/// Which rearrangement that is.
+/// The kind of that rearrangement.
 pub fn kind_of(arranged: &Spec) -> Arrangement {
     match arranged.name.rsplit_once('/').map_or("", |(_, name)| name) {
         name if name.starts_with("alone") => Arrangement::Alone,

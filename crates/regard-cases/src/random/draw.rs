@@ -8,7 +8,7 @@ use crate::spec::{CacheSpec, Caches, Entries, Granularity, KeyPositionsSpec, Lis
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
 use regard::{DType, ListEntries, MAX_KEY_STRIDE, Values, Window};
 
-/// Which problems to draw.
+/// The kind of problems to draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Profile {
     /// All: most are small, a few are large.

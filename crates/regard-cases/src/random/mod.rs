@@ -36,7 +36,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Which problems to try, and how.
+/// The problems to try, and the threads that try them.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The seed of all problems.
@@ -45,7 +45,7 @@ pub struct Options {
     pub first: u64,
     /// Number of problems.
     pub count: u64,
-    /// Which kind of problems.
+    /// The kind of problems.
     pub profile: Profile,
     /// Threads, each with a separate device.
     pub threads: usize,

@@ -102,7 +102,7 @@ pub struct Passed {
     pub arrangements: usize,
 }
 
-/// Which run of a problem it is.
+/// The runs of a problem.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Run {
     /// Workspace and outputs hold NaN before.
@@ -213,8 +213,8 @@ fn execute(
         plan,
         order: noise.bits() ^ u64::from(again),
     };
-    // Guard pages are looked at on both sides. A device that copies operands keeps how they are
-    // aligned, which may choose its kernel: there both have the same placement.
+    // Guard pages are looked at on both sides. A device that copies operands keeps their alignment,
+    // and the alignment may choose its kernel. So both runs have the same placement there.
     let side = if noise.one_in(2) != (again && device.guards()) { Side::Start } else { Side::End };
     let garbage = how.garbage;
     let mut attempt = || -> Result<Output, Broken> {
@@ -264,7 +264,7 @@ struct Placed {
 }
 
 impl Placed {
-    /// Of the shape of the queries, with that last dimension or without one.
+    /// An output of the shape of the queries, with that last dimension or without one.
     fn new(
         spec: &Spec,
         case: &Case,

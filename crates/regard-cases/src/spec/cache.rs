@@ -17,7 +17,7 @@ pub struct CacheSpec {
     pub k: Option<DType>,
     /// The type of values; `None` is the type of queries.
     pub v: Option<DType>,
-    /// Which codes share a scale.
+    /// The group of codes that share a scale.
     pub granularity: Granularity,
     /// The distribution of scales.
     pub scales: Scales,

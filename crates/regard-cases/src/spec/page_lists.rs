@@ -51,8 +51,8 @@ impl Spec {
         }
     }
 
-    /// The list of a sequence and head. The sequence's last page, of which not all keys are in use,
-    /// can only be the last of a list, which ends with it.
+    /// The list of a sequence and head. Not all keys of the sequence's last page are in use. So
+    /// this page can only be the last of a list, and the list ends with its last used key.
     fn page_list(&self, lists: &ListSpec, index: usize, head: usize) -> PageList {
         let [_, _, count] = self.page_list_shape();
         let (size, sequence) = (self.page_size(), self.sequences[index]);

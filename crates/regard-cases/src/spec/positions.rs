@@ -8,8 +8,8 @@ use std::ops::Range;
 /// The positions of keys: key j of sequence b is at `offsets[b] + stride * j`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyPositionsSpec {
-    /// Of the sequences' first keys, repeated over the batch. One is given as a number, several as
-    /// a tensor.
+    /// Positions of the sequences' first keys, repeated over the batch. One offset is given as a
+    /// number, several as a tensor.
     pub offsets: Vec<i32>,
     /// From one key's position to the next one's.
     pub stride: usize,

@@ -34,7 +34,7 @@ impl ListSpec {
         }
     }
 
-    /// Which of a list's first `count` entries name keys of this cache.
+    /// The entries, of a list's first `count`, that name keys of this cache.
     pub(super) fn own(&self, count: usize) -> Range<usize> {
         let own = match self.caches {
             Caches::One => 0..self.len,

@@ -11,7 +11,7 @@ use regard::{KeyLists, ListEntries, Window};
 pub struct ListSpec {
     /// Entries of each list; of lists of pages, keys, rounded up to pages.
     pub len: usize,
-    /// Which keys or pages they name.
+    /// The keys or pages that the entries name.
     pub entries: Entries,
     /// Whether there is a list per key/value head.
     pub per_head: bool,

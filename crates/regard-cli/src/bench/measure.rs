@@ -36,7 +36,7 @@ const LIMIT: Duration = Duration::from_secs(25);
 /// Calls shorter than this are timed several at once, because reading the clock takes some 30 ns.
 const MIN_SAMPLE: Duration = Duration::from_micros(50);
 
-/// Why a target has no result.
+/// The reason why a target has no result.
 pub enum Failure {
     /// It did not run.
     Error(Error),
@@ -219,7 +219,7 @@ fn time(
     effort: &Effort,
     pause: Duration,
 ) -> Result<Vec<Vec<f64>>, Error> {
-    // Each plan goes through all copies, and meets none that another one has just read.
+    // Each plan goes through all copies, and meets no copy that another plan has just read.
     let mut order: Vec<usize> = (0..plans.len()).collect();
     let first = |plan: usize| plan * copies.len() / plans.len();
     let mut turns: Vec<_> =
@@ -252,7 +252,7 @@ fn time(
         for &plan in &order {
             times[plan].push(sample(plan, calls)?);
         }
-        // Each plan follows itself as often as another one.
+        // Each plan follows itself as often as it follows another plan.
         order.reverse();
         past = started.elapsed();
     }

@@ -118,7 +118,7 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
         &mut records,
         &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()),
     );
-    // Each is written even if another one fails: measuring took long.
+    // Each output is written even if another fails: measuring took long.
     let written = request.out.map_or(Ok(()), |path| record::write(&records, path));
     let drawn = request.plot.map_or(Ok(()), |path| {
         plot::draw(&records)

@@ -26,8 +26,8 @@ pub struct Record {
     /// The step of an engine that the model runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<String>,
-    /// Layers of this kind in the model; the time is of one of them. Of all layers: how many, and
-    /// their total time.
+    /// Layers of this kind in the model; the time is of one of them. For all layers: their number
+    /// and their total time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<usize>,
     /// The library that computed it.
@@ -87,7 +87,7 @@ pub struct Record {
     /// measured.
     #[serde(default)]
     pub ceiling: Option<f64>,
-    /// Which ceiling that is.
+    /// The kind of that ceiling.
     #[serde(default)]
     pub bound: Option<Bound>,
     /// The fraction of the ceiling that was reached, 1 being all.
@@ -275,7 +275,7 @@ pub fn write(records: &[Record], path: &Path) -> Result<(), Stop> {
         .map_err(|error| Stop::Failed(format!("{}: {error}", path.display())))
 }
 
-/// Several rounds as one: of the results of one peer for the same work, the one with the median
+/// Several rounds as one: of the results of one peer for the same work, the result with the median
 /// time. In the order of their first appearance.
 pub fn join_rounds(records: Vec<Record>) -> Vec<Record> {
     let mut groups: Vec<Vec<Record>> = Vec::new();

@@ -240,7 +240,7 @@ pub struct Target {
     pub length: Option<usize>,
     /// Its problem.
     pub problem: Problem,
-    /// Which codes share a scale.
+    /// The group of codes that share a scale.
     pub granularity: Granularity,
     /// Keys that the sequences of each prefix group share.
     pub shared: usize,
@@ -262,7 +262,7 @@ pub struct Target {
     pub layers: Option<Layers>,
 }
 
-/// Which layers of a model a target stands for.
+/// The layers of a model that a target stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layers {
     /// The model's name.

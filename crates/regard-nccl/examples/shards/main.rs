@@ -66,7 +66,7 @@ fn main() -> Result<(), Error> {
     })
 }
 
-/// Everything that one rank does.
+/// The work of one rank.
 fn work(number: usize, count: usize, id: GroupId, arguments: &[String]) -> Result<(), Error> {
     let context = CudaContext::new(number)?;
     // SAFETY: everything is queued on streams that are ordered by hand.

@@ -54,7 +54,7 @@ const UNDEFINED: c_int = c_int::MIN;
 
 impl Config {
     /// Calls return before they are done, so that a rank that does not answer blocks no other for
-    /// ever; at most so many thread blocks communicate.
+    /// ever. At most so many CTAs communicate.
     pub fn new(max_ctas: Option<u32>) -> Config {
         Config {
             size: size_of::<Config>(),

@@ -1,7 +1,7 @@
 //! NVIDIA GPUs over NCCL. The driver and NCCL (2.18 or newer) are loaded when the program runs.
 //!
 //! A communicator never blocks for ever. A rank that does not answer within the timeout is an error
-//! on the others; the communicator is aborted then, which also ends kernels that wait.
+//! on the others. The communicator is then aborted; this also ends kernels that wait.
 
 mod gpu;
 mod library;

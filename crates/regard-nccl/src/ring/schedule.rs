@@ -20,7 +20,7 @@ pub(super) struct Call {
     pub causal: bool,
     /// Whether the sinks join here: exactly one call of each row.
     pub sinks: bool,
-    /// Which partial result of its rows it computes.
+    /// The number of the partial result of its rows that it computes.
     pub part: usize,
 }
 

@@ -61,7 +61,7 @@ impl<E> Rows<E> {
 #[derive(Clone, Copy)]
 struct SlotHeads {
     data: *mut u8,
-    /// Of the block, the slot and the head, in bytes; 0 if the tensor is broadcast.
+    /// Strides of the block, the slot and the head, in bytes; 0 if the tensor is broadcast.
     strides: [i64; 3],
 }
 
@@ -227,8 +227,8 @@ fn run<E: Number>(append: &mut Append, shape: AppendShape, executor: &dyn Execut
 }
 
 impl<E: Number> Call<'_, E> {
-    /// Writes key and value of one head of a token, or rotates a query head, which are numbered
-    /// after the key/value heads.
+    /// Writes key and value of one head of a token, or rotates a query head. Query heads are
+    /// numbered after the key/value heads.
     ///
     /// # Safety
     /// The operands are checked, and no other thread writes this head.

@@ -103,8 +103,8 @@ pub fn run_mapped(
 /// keys, or the map would be larger than planned.
 ///
 /// Heads are query heads, and rows the query tokens of a head, as many as the plan is for. A tile
-/// is of kind 1 under a boolean mask only, which hides none of its keys; an additive mask is read
-/// wherever it does not hide all.
+/// is of kind 1 only under a boolean mask that hides none of its keys. An additive mask is read in
+/// every tile of which it does not hide all keys.
 ///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is not for a CPU.

@@ -89,7 +89,7 @@ struct Place {
     token: usize,
 }
 
-/// Why groups change nothing on the CPU, if they do not.
+/// The reason why groups change nothing on the CPU, if they do not.
 pub fn refusal(problem: &Problem) -> Option<&'static str> {
     let variant = &problem.variant;
     let reasons = [

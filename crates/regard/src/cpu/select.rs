@@ -1,4 +1,4 @@
-//! Which CPU kernel runs a problem, and its tiles: a table and a pure function.
+//! The CPU kernel for a problem, and its tiles: a table and a pure function.
 
 use super::product::amx;
 use super::walk::stream;

@@ -9,9 +9,9 @@ use crate::tensor::{Dims, MAX_RANK, TensorMut};
 
 /// Copies of blocks ([`Step::copies`](super::Step::copies)) in the pools of a cache.
 ///
-/// Copies are made one after the other, in every pool: a block that one copy has written can be
-/// read by the next, and a block that one has read can be overwritten by the next. A copy of a
-/// block to itself does nothing.
+/// Copies are made one after the other, in every pool: a copy can read a block that the copy before
+/// has written, and overwrite a block that the copy before has read. A copy of a block to itself
+/// does nothing.
 ///
 /// Elements are moved and not looked into, so that pools may be of any type. The scales of a pool
 /// are a pool too, unless blocks share them. Pools may be interleaved: their address ranges may
@@ -29,9 +29,9 @@ pub struct CopyBlocks<'p, 'a, M: Memory = Host> {
 /// Bytes of one pool to copy: `rows` rows of `row_bytes`, which start `pitch` bytes apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// Of the first byte to read, from the first element of the pool.
+    /// Offset of the first byte to read, from the first element of the pool.
     pub from: i64,
-    /// Of the first byte to write, likewise.
+    /// Offset of the first byte to write, likewise.
     pub to: i64,
     pub row_bytes: usize,
     pub rows: usize,
@@ -49,11 +49,11 @@ struct Dimension {
 /// The part of a block that is copied, as few dimensions as it can be.
 #[derive(Debug)]
 pub(crate) struct BlockPart {
-    /// Of a row.
+    /// Bytes of a row.
     row_bytes: usize,
     /// Rows, and outside of them other dimensions.
     dimensions: [Dimension; MAX_RANK],
-    /// Between blocks.
+    /// Bytes from block to block.
     block_stride: i64,
     /// The lowest byte of a block, from its first element: strides may be negative.
     start: i64,

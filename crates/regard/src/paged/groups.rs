@@ -1,4 +1,4 @@
-//! Which sequences of a step share their first pages.
+//! Search for the sequences of a step that share their first pages.
 
 /// Sequences in the order of their block tables: sequences that share pages are neighbours.
 #[derive(Debug, Clone, Default)]

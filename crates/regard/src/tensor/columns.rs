@@ -19,7 +19,7 @@ impl Dims {
 
 impl<M: Memory> Tensor<'_, M> {
     /// The first `values` values of the last dimension: of a latent cache's keys `k.prefix(512)` is
-    /// the values ([`Values::KeyPrefix`](crate::Values)). Of rows of `mla656` there are two: all
+    /// the values ([`Values::KeyPrefix`](crate::Values)). Rows of `mla656` have two prefixes: all
     /// 576 values, and the first 512 as [`DType::Mla656Latent`](crate::DType::Mla656Latent).
     ///
     /// # Errors

@@ -14,7 +14,7 @@ pub struct Guarded<T> {
     element: PhantomData<T>,
 }
 
-/// Which end of the elements touches an inaccessible page. The other end is as near to one as
+/// The end of the elements that touches an inaccessible page. The other end is as near to one as
 /// alignment allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Edge {

@@ -109,8 +109,8 @@ pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
         let times = (0..SAMPLES).map(|_| seconds(bench, queue)).collect::<Result<Vec<_>, _>>()?;
         Ok(moved as f64 / median(times) / 1e9)
     };
-    // SAFETY: both are memory of that size, alive until the work has been waited for, which reading
-    // the times does.
+    // SAFETY: both are memory of that size, and alive until the work is done: reading the times
+    // waits for it.
     let read = || unsafe { bench.gpu.read_memory(stream.cu_stream(), from, bytes) };
     let copy = || {
         // SAFETY: as above.

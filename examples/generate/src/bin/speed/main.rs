@@ -129,7 +129,7 @@ struct Rate {
     products: String,
     requests: usize,
     prompt: usize,
-    /// Of all requests together, in steps that only decode.
+    /// Tokens of all requests together, in steps that only decode.
     tokens_per_second: f64,
     attention_share: f64,
 }

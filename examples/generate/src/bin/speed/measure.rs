@@ -208,7 +208,7 @@ pub fn memory(model: &Path, requests: usize, common: usize, share: bool) -> Resu
 /// Tokens of each request's own question, and of its answer.
 const QUESTION: usize = 16;
 const ANSWER: usize = 64;
-/// Steps that a setting takes before it is the other one's turn.
+/// Steps that a setting takes before the other setting's turn.
 const TURN: usize = 4;
 
 /// An engine of one setting, and the times of its decode steps in milliseconds.
