@@ -6,8 +6,8 @@
 # --caches e4m3,i8,q8_0,q4_0 measures NAMEs (d4k d32k d4kb8 p512) in bf16 over caches of these types beside a bf16 cache, and ggml over those
 # that it has (q8_0, q4_0), instead of everything else.
 #
-# Rounds alternate so that whatever changes slowly on a machine (its clock, its neighbours) meets everybody alike; of each peer's rounds
-# the one with the median time counts. PYTHON (python3) is the interpreter that has the Python peers; what is not installed is left out,
+# Rounds alternate so that whatever changes slowly on a machine (its clock, its neighbours) affects all alike; of each peer's rounds
+# the round with the median time counts. PYTHON (python3) is the interpreter that has the Python peers; what is not installed is left out,
 # and the script names it. DIR (bench/results/latest) gets every round's result files, table.md and plot.svg.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -302,7 +302,7 @@ inline CacheParameters elements_of(ElementType type) {
     return cache;
 }
 
-// The rows of all sequences of so many tokens.
+// Attention of the rows of all sequences of `least` to `most` tokens.
 inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, long long least, long long most,
                    const ListParameters *lists = nullptr) {
     // With lists `batch` counts rows.

@@ -16,7 +16,7 @@ use regard_cases::random::{self, How};
 use regard_cases::{Case, Output, Spec};
 use std::path::PathBuf;
 
-/// An Apple GPU of that family, with so many cores.
+/// An Apple GPU of that family, with that number of cores.
 pub fn gpu(family: u32, cores: usize) -> Machine {
     Machine {
         name: format!("apple{family}"),

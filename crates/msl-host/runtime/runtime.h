@@ -69,7 +69,8 @@ const msl_position* msl_where();
 const msl_arguments* msl_bound();
 void msl_register(const msl_kernel* kernels, int count);
 
-// Called by the Rust side: calls `report` with every finding and returns how many there were, or -1 if there is no such kernel.
+// Called by the Rust side: calls `report` with every finding and returns their number, or -1 if there is no such
+// kernel.
 int msl_run(const msl_dispatch* dispatch, const unsigned* indices, const double* values, msl_size constants,
             void (*report)(void* context, const char* finding), void* context);
 }

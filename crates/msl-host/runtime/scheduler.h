@@ -10,7 +10,8 @@ namespace msl {
 // Notes a finding; findings with the same key are the same defect and are reported once.
 void report(const std::string& key, const std::string& finding);
 
-// The thread that runs (-1 between threads), its SIMD group, and how many synchronizing steps its SIMD group has taken.
+// The thread that runs (-1 between threads), its SIMD group, and the number of synchronizing steps that its SIMD group
+// has taken.
 int current_thread();
 unsigned current_simdgroup();
 unsigned current_step();

@@ -9,8 +9,9 @@
 //! threadgroup memory, accesses outside of bound buffers, and the findings of AddressSanitizer and
 //! UndefinedBehaviorSanitizer.
 //!
-//! A run cannot show that Apple's compiler accepts the source, how many registers it takes, how
-//! fast it is, how exact the GPU's `exp` is, or the GPU's true memory model. `README.md` has more.
+//! A run cannot show that Apple's compiler accepts the source. Nor does it show the registers that
+//! the source takes, its speed, the accuracy of the GPU's `exp`, or the GPU's true memory model.
+//! `README.md` has more.
 #![warn(missing_docs)]
 
 mod compile;

@@ -313,7 +313,7 @@ typedef struct regard_operands {
   const struct regard_tensor *q;
   // Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
   // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, for any
-  // type of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32, and of MLA656 it is
+  // type of `q`. For Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. For MLA656 it is
   // 1. Required.
   const struct regard_tensor *k;
   // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
@@ -471,7 +471,7 @@ typedef struct regard_problem {
   int64_t list_len;
   // With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
   int64_t key_stride;
-  // Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
+  // Maximum prefix groups: `prefix_lens` will have that many entries. 0 if none are given.
   int64_t prefix_groups;
   // With `REGARD_SECOND_LISTS`: entries of the longest second list.
   int64_t second_list_len;

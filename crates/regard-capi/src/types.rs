@@ -192,7 +192,7 @@ pub struct Operands {
     pub q: *const Tensor,
     /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
     /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, for any
-    /// type of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32, and of MLA656 it is
+    /// type of `q`. For Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. For MLA656 it is
     /// 1. Required.
     pub k: *const Tensor,
     /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
@@ -481,7 +481,7 @@ pub struct Problem {
     pub list_len: i64,
     /// With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
     pub key_stride: i64,
-    /// Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
+    /// Maximum prefix groups: `prefix_lens` will have that many entries. 0 if none are given.
     pub prefix_groups: i64,
     /// With `REGARD_SECOND_LISTS`: entries of the longest second list.
     pub second_list_len: i64,

@@ -14,7 +14,7 @@ pub enum Data {
     F16(Arc<Vec<f16>>),
     BF16(Arc<Vec<bf16>>),
     I32(Arc<Vec<i32>>),
-    /// One byte an element, 0 for false.
+    /// One byte per element, 0 for false.
     Bool(Arc<Vec<u8>>),
     E4M3(Arc<Vec<E4m3>>),
     E5M2(Arc<Vec<E5m2>>),

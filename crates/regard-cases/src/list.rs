@@ -1,5 +1,6 @@
-//! The one list of cases. Tests of every backend, `regard check` and sanitizers all take theirs
-//! from here: a new feature or a found defect adds a line, and every kernel is tested with it.
+//! The one list of cases. Tests of every backend, `regard check` and sanitizers all take their
+//! cases from here: a new feature or a found defect adds a line, and every kernel is tested with
+//! it.
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
@@ -91,7 +92,7 @@ pub fn caches() -> impl Iterator<Item = Spec> {
     caches::caches().into_iter().chain(latent::caches()).map(Spec::legal)
 }
 
-/// The few that between them touch every feature: for sanitizers and emulators.
+/// The few cases that together touch every feature: for sanitizers and emulators.
 pub fn core() -> impl Iterator<Item = Spec> {
     list().filter(|spec| spec.core)
 }

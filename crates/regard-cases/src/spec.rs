@@ -571,7 +571,7 @@ impl Spec {
         cache
     }
 
-    /// Pages in random order, some of them unused; how many there are. Pages of a shared prefix are
+    /// Pages in random order, some of them unused, and their number. Pages of a shared prefix are
     /// in the row of the group's first sequence whether it sees them or not.
     fn block_table(&self, block_size: usize) -> (Vec<Vec<i32>>, usize) {
         let used = |index| {

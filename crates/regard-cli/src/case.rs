@@ -77,7 +77,7 @@ fn host() -> Result<Machine, Error> {
     })
 }
 
-/// The device that `--device` names, or why there is none.
+/// The device that `--device` names, or the reason why there is none.
 pub fn device(name: &str) -> Result<Target, Error> {
     match name.split_once(':').unwrap_or((name, "0")) {
         ("cpu", _) if name == "cpu" => host().map(Target::Cpu),

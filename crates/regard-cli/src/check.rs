@@ -23,7 +23,7 @@ pub struct Request<'a> {
     pub cases: Option<&'a str>,
     /// Only the cases and files whose names contain this.
     pub filter: Option<&'a str>,
-    /// The laws whose names hold this; none without.
+    /// The laws whose names contain this; none without.
     pub laws: Option<&'a str>,
     /// The device's name.
     pub device: &'a str,
@@ -77,7 +77,7 @@ struct Timing {
     kernel: &'static str,
     seconds: f64,
     gflops: f64,
-    /// Gigabytes of keys and values a second, each read once.
+    /// Gigabytes of keys and values per second, each read once.
     gbytes: f64,
     #[serde(skip)]
     decode: bool,
@@ -154,7 +154,7 @@ impl Report {
     }
 }
 
-/// Looks whether the laws hold whose names hold `name`.
+/// Checks the laws whose names contain `name`.
 #[cfg(feature = "cuda")]
 fn check_laws(
     request: &Request,

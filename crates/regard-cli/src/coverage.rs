@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 pub struct Request<'a> {
     /// The device's name.
     pub device: &'a str,
-    /// Only kernels whose names hold this.
+    /// Only kernels whose names contain this.
     pub filter: Option<&'a str>,
     /// JSON instead of text.
     pub json: bool,
@@ -27,7 +27,7 @@ const BATCH: usize = 256;
 const MAX_SHRUNK: usize = 3;
 const MAX_SHOWN: usize = 6;
 
-/// The report: a table with a row a kernel.
+/// The report: a table with a row per kernel.
 #[derive(Serialize)]
 struct Report {
     kernels: Vec<Row>,

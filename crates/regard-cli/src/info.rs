@@ -42,7 +42,7 @@ struct Gpu {
     driver: String,
 }
 
-/// The GPUs of this machine, or why there are none.
+/// The GPUs of this machine, or the reason why there are none.
 #[cfg(feature = "cuda")]
 fn gpus() -> Result<Vec<Gpu>, String> {
     let found = regard::cuda::gpus().map_err(|error| match error {

@@ -67,8 +67,8 @@ struct Failure {
 /// Threads that run and judge: beyond that many they only wait for a GPU.
 const MAX_THREADS: usize = 64;
 
-/// Failures of one kind that are shown and left behind; of others like them only the number is
-/// told.
+/// Maximum failures of one kind that are shown and left behind. Further failures of the kind are
+/// only counted.
 const MAX_SAME_FAILURES: u64 = 4;
 
 /// Tries and prints.

@@ -38,13 +38,13 @@ pub trait Device {
     /// Memory of zeros. It may wait for the device.
     ///
     /// # Errors
-    /// If there is not so much.
+    /// If memory does not suffice.
     fn allocate(&self, bytes: usize) -> Result<Self::Buffer, Error>;
 
-    /// A workspace for plans that need at most so many bytes.
+    /// A workspace for plans that need at most `bytes` bytes.
     ///
     /// # Errors
-    /// If there is not so much memory.
+    /// If memory does not suffice.
     fn workspace(&self, bytes: usize) -> Result<Self::Workspace, Error>;
 
     /// The address of a buffer.

@@ -152,7 +152,7 @@ impl<D: Device> HeadParallel<D> {
             D::tensor(address, dtype, &shape(heads, dim), Some(&strides(heads, dim)))
         };
         let numbers = |buffer: &mut D::Buffer, shape: &[usize]| {
-            // SAFETY: the buffers hold so many numbers, which nothing writes.
+            // SAFETY: the buffers hold that many numbers, and nothing writes them.
             unsafe { D::tensor(device.address(buffer), regard::DType::I32, shape, None) }
         };
         let attention = Attention {

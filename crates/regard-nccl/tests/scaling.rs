@@ -203,7 +203,7 @@ fn more_gpus_are_predicted() {
         }
         println!();
     }
-    // A ring hides its transfers from so many tokens per rank on.
+    // The tokens per rank from which on a ring hides its transfers.
     for (links, name) in [(NVLINK_4, "NVLink"), (ADAPTER, "400 Gbit/s")] {
         let tokens = 2.0 * KV_HEADS * H200.prefill / (HEADS * links.large);
         println!("{name}: transfers are hidden from {tokens:.0} tokens per rank on");

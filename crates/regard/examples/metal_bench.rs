@@ -95,7 +95,8 @@ mod mac {
         let data = buffer.contents().as_ptr();
         for i in 0..elements {
             let x = next();
-            // SAFETY: the buffer holds so many elements of this type, and nothing else uses it yet.
+            // SAFETY: the buffer holds that many elements of this type, and nothing else uses it
+            // yet.
             unsafe {
                 match dtype {
                     DType::F16 => data.cast::<regard::f16>().add(i).write(regard::f16::from_f32(x)),

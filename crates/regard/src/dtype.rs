@@ -37,7 +37,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes an element takes.
+    /// Bytes per element.
     pub fn size(self) -> usize {
         match self {
             DType::F32 | DType::I32 => 4,

@@ -244,7 +244,7 @@ impl<T: Element> Engine<T> {
         unsafe { self.gpu.append_raw(stream.cu_stream(), &mut append) }
     }
 
-    /// Attention of so many rows, all that the tables lack being as planned.
+    /// Attention of that many rows. All parameters that are not in the tables are as planned.
     fn run(&self, rows: usize, softcap: Option<f32>, bytes: usize) -> Result<(), Error> {
         self.queue(rows, softcap, bytes, Work::Run)
     }

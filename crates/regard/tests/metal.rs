@@ -119,7 +119,7 @@ fn every_case() {
     }
 }
 
-/// Everything composed at random, more than the list has. `REGARD_METAL_RANDOM=n` runs so many.
+/// Everything composed at random, more than the list has. `REGARD_METAL_RANDOM=n` runs n of them.
 /// Calls `run` with subnormal operands and results of SSE flushed to zero, as a GPU may flush them.
 #[cfg(target_arch = "x86_64")]
 fn with_subnormals_flushed<R>(run: impl FnOnce() -> R) -> R {

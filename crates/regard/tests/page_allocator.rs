@@ -38,7 +38,7 @@ fn operation(block_size: usize) -> impl Strategy<Value = Operation> {
 /// A simple, slow model of the allocator.
 struct Model {
     pages: PageAllocator,
-    /// The tokens of each sequence, and how many leading ones were released.
+    /// The tokens of each sequence, and the number of leading tokens that were released.
     sequences: BTreeMap<SequenceId, (Vec<u64>, usize)>,
     /// One token value per slot; 0 if it was never written, or holds garbage.
     pool: Vec<u64>,

@@ -33,7 +33,7 @@ impl Work {
         Inputs::new(view(), view(), view(), Attention::causal())
     }
 
-    /// The output, on so many threads at most.
+    /// The output, on at most that many threads.
     fn run(&self, threads: usize) -> Vec<f32> {
         let inputs = self.inputs();
         let mut out = vec![f32::NAN; self.data.len()];
@@ -89,7 +89,7 @@ fn children_forked_under_load_work() {
     let runs = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         let stopped = Stop(&stop);
-        // Small runs with pauses in which helpers fall asleep: most of the time somebody has the
+        // Small runs with pauses in which helpers fall asleep: most of the time some thread has the
         // pool's lock, to sleep or to wake.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {

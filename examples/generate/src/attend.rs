@@ -118,7 +118,7 @@ pub struct Composed {
 }
 
 impl Composed {
-    /// An empty cache for so many sequences, each of which brings as many rows in every call.
+    /// An empty cache for that many sequences. Each brings the same number of rows in every call.
     ///
     /// # Errors
     /// If the device is not there.

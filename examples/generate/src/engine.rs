@@ -1,4 +1,4 @@
-//! Continuous batching: many requests over one paged cache, one plan a step.
+//! Continuous batching: many requests over one paged cache, one plan per step.
 //!
 //! In every step each running request brings its next token, or the next chunk of its prompt;
 //! requests join when there is room and leave when they are done. Requests with the same beginning
@@ -370,7 +370,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Starts waiting requests, oldest first, while there is room for all their tokens and one more
-    /// token of everybody else.
+    /// token of every other request.
     fn admit(&mut self) -> std::result::Result<(), regard::Error> {
         while self.running.len() < self.settings.requests
             && let Some(job) = self.waiting.front()
@@ -492,7 +492,7 @@ impl<'a> Engine<'a> {
 
 /// The place where the beginning of a request has been computed.
 enum Beginning {
-    /// In this sequence, so many tokens.
+    /// In this sequence, and the number of computed tokens.
     Here(SequenceId, usize),
     /// In a request that is still computing its prompt.
     Coming,

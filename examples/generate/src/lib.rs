@@ -5,7 +5,7 @@
 //! - [`model`]: the model, whose attention is an implementation of [`attend::Attend`];
 //! - [`attend`]: regard over a paged cache, and candle's own attention to compare with;
 //! - [`cache`]: the storage of keys and values;
-//! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared
+//! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan per step, shared
 //!   prefixes, preemption;
 //! - [`stopwatch`]: the time of a part of the work, on the host or on a GPU;
 //! - [`text`]: tokenizer and chat template.

@@ -37,7 +37,7 @@ impl Fingerprint {
         Fingerprint(0x6c62272e07bb014262b821756295c58d)
     }
 
-    /// Takes in some bytes, and how many there are.
+    /// Takes in some bytes and their number.
     fn add(&mut self, bytes: &[u8]) {
         for &byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
             self.0 = (self.0 ^ u128::from(byte)).wrapping_mul(0x0000000001000000000000000000013b);

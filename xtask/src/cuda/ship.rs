@@ -302,7 +302,7 @@ fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
             "        Archive {{ bytes: {content}, packed: include_bytes!({archive:?}) }},"
         )?;
         for Packed { module, at, image: Image { bytes, starts_early } } in images {
-            // A line an image: the file stays short enough to be looked at.
+            // A line per image: the file stays short enough to read.
             writeln!(
                 listed,
                 "        Image {{ module: {module:?}, kind: {kind:?}, starts_early: \

@@ -1,4 +1,4 @@
-//! The CUDA modules: which ship, and which a run launches.
+//! The CUDA modules: the shipped modules, and the modules that a run launches.
 
 use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};

@@ -174,8 +174,8 @@ impl fmt::Display for Features {
     }
 }
 
-/// The features that a description has by itself. Whether head dims are exact, and what
-/// [`Feature::Beside`] and [`Feature::Combine`] say, depends on what runs it.
+/// The features that a description has by itself. Exact head dims, [`Feature::Beside`] and
+/// [`Feature::Combine`] depend on the kernel that runs it.
 pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
     let MaxLens { queries, keys } = spec.max_lens();
@@ -257,7 +257,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         .fold(Features::default(), Features::with)
 }
 
-/// The first position of a sequence, and the one behind its last.
+/// The first position of a sequence, and the position behind its last.
 fn positions(spec: &Spec, index: usize) -> Range<i64> {
     let first = spec.first_position(index);
     first..first + spec.sequences[index].q_len as i64
@@ -329,7 +329,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
     possible.then_some(spec)
 }
 
-/// As [`add`], for the range of keys that rows see; whether it is possible.
+/// As [`add`], for the range of keys that rows see. Returns whether it is possible.
 fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
     use Feature::*;
     let before = spec.offset.clone();
@@ -375,7 +375,7 @@ fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
     }
 }
 
-/// As [`add`], for positions of keys, which need positions of rows; whether it is possible.
+/// As [`add`], for positions of keys, which need positions of rows. Returns whether it is possible.
 fn add_key_positions(feature: Feature, spec: &mut Spec) -> bool {
     let MaxLens { queries, keys } = spec.max_lens();
     let before = spec.key_positions.take();
@@ -458,7 +458,7 @@ fn add_to_scores(feature: Feature, spec: &mut Spec) -> bool {
     }
 }
 
-/// As [`add`], for lengths and pages; whether it is possible.
+/// As [`add`], for lengths and pages. Returns whether it is possible.
 fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
     use Feature::*;
     let MaxLens { queries, .. } = spec.max_lens();
@@ -516,7 +516,7 @@ fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
     }
 }
 
-/// As [`add`], for lists of keys; whether it is possible.
+/// As [`add`], for lists of keys. Returns whether it is possible.
 fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
     let paged = matches!(spec.keys, Keys::Paged { .. });
     if feature == Feature::KeyLists {
@@ -554,7 +554,7 @@ fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
     true
 }
 
-/// As [`add`], for how keys and values are stored; whether it is possible.
+/// As [`add`], for the storage of keys and values. Returns whether it is possible.
 fn add_cache(feature: Feature, spec: &mut Spec) -> bool {
     if feature == Feature::KeyPrefix {
         let one_pool = matches!(spec.keys, Keys::Paged { interleaved: true, .. });
@@ -576,7 +576,8 @@ fn add_cache(feature: Feature, spec: &mut Spec) -> bool {
     was_native
 }
 
-/// As [`add`], for the order of dimensions and the gaps between rows; whether it is possible.
+/// As [`add`], for the order of dimensions and the gaps between rows. Returns whether it is
+/// possible.
 fn add_to_strides(feature: Feature, spec: &mut Spec) -> bool {
     use Feature::*;
     let had_gaps = spec.padding != 0;

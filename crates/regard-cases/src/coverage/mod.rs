@@ -125,7 +125,7 @@ pub trait Backend: Sync {
     /// instead of the description.
     ///
     /// # Errors
-    /// Why nothing runs it.
+    /// The reason why no kernel runs it.
     fn runs(
         &self,
         spec: &Spec,

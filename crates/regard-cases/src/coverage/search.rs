@@ -240,8 +240,8 @@ impl Search<'_> {
         Outcome::Runs(all)
     }
 
-    /// A recipe with these features, as few others as may be, and on the cheapest base; or why
-    /// there is none.
+    /// A recipe with these features, as few others as possible, and on the cheapest base; or the
+    /// reason why there is none.
     fn find(&mut self, wanted: Features) -> Result<Recipe, String> {
         let addable = |feature: &Feature| !is_of_run(*feature);
         let added = with_needed(

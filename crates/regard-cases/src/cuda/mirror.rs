@@ -59,7 +59,7 @@ struct Place {
     dtype: DType,
     shape: Vec<usize>,
     strides: Vec<i64>,
-    /// The lowest byte in host memory, and how many there are.
+    /// The lowest byte in host memory, and the number of bytes.
     low: *const u8,
     bytes: usize,
     /// The device addresses of that byte and of the first element.
@@ -187,7 +187,7 @@ impl MirrorMut {
     /// The same with the contents of the host's tensor.
     ///
     /// # Errors
-    /// If there is not so much memory.
+    /// If memory does not suffice.
     pub fn filled(tensor: &mut TensorMut, stream: &Arc<CudaStream>) -> Result<MirrorMut, Error> {
         let mut mirror = MirrorMut::new(tensor, stream)?;
         mirror.place.upload(&mut mirror.memory, stream)?;

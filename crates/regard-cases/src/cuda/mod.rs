@@ -284,7 +284,7 @@ impl<'a> Uploaded<'a> {
     /// Queues the copies of all operands.
     ///
     /// # Errors
-    /// If there is not so much memory there.
+    /// If the GPU's memory does not suffice.
     pub fn new(host: &Inputs<'a>, stream: &Arc<CudaStream>) -> Result<Uploaded<'a>, Error> {
         let upload = |(name, tensor)| Ok((name, Mirror::new(tensor, stream)?));
         let mirrors: Result<_, Error> = host.named().map(upload).collect();

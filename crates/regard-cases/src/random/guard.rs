@@ -1,6 +1,6 @@
 //! Memory between two guard pages: an access past its ends crashes.
 
-/// At which end of its pages the memory is. The other end has some spare bytes, all of them
+/// The end of its pages that the memory touches. The other end has some spare bytes, all of them
 /// [`Guarded::SPARE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
@@ -24,7 +24,7 @@ impl Guarded {
     /// The byte between the memory and the guard page of the other side: NaN in every float type.
     pub const SPARE: u8 = 0xff;
 
-    /// So many bytes, each of them `fill`.
+    /// Memory of that many bytes, each of them `fill`.
     ///
     /// # Panics
     /// If the system has no memory.
@@ -47,7 +47,7 @@ impl Guarded {
         Guarded { mapping: Some(mapping), data, bytes }
     }
 
-    /// So many bytes, each of them `fill`.
+    /// Memory of that many bytes, each of them `fill`.
     #[cfg(not(unix))]
     pub fn new(bytes: usize, _side: Side, fill: u8) -> Guarded {
         let mut mapping = vec![u128::from_ne_bytes([fill; 16]); bytes.div_ceil(16)];
@@ -73,7 +73,7 @@ impl Guarded {
 
     /// All bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: so many bytes are there, written, and borrowed with `self`.
+        // SAFETY: all these bytes are there, written, and borrowed with `self`.
         unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
     }
 

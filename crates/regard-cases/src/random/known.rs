@@ -40,7 +40,8 @@ pub fn known() -> Vec<Spec> {
         let one = spec("positive-keys", dtype, (576, 1), (1, 19));
         specs.push(Spec { scale: Some(1.0), contents, ..one });
     }
-    // Rows of a chunk under a window: which warps share a key depended on where the chunk began.
+    // Rows of a chunk under a window: the warps that share a key depended on the start of the
+    // chunk.
     let chunks = [
         (DType::BF16, (192, 72), Window { left: Some(2), right: None }),
         (DType::F32, (3, 62), Window { left: Some(34), right: None }),

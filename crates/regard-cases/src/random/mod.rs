@@ -94,7 +94,7 @@ pub struct Summary {
     pub rows: u64,
     /// Rearrangements compared to the bit.
     pub arrangements: u64,
-    /// The largest error, relative to what was allowed.
+    /// The largest error, relative to the allowed error.
     pub worst: f64,
     /// Problems that no kernel took, by reason.
     pub refused: BTreeMap<String, u64>,
@@ -167,7 +167,7 @@ pub fn new_seed() -> u64 {
 /// For tests: `count` problems of a new seed, which is printed even if the test passes.
 ///
 /// # Errors
-/// What failed, and how to repeat it.
+/// The failures, and the way to repeat them.
 pub fn test(
     name: &str,
     count: u64,

@@ -159,7 +159,7 @@ fn options(with: With) {
     with(&|s| s.lse = false);
 }
 
-/// The numbers of operands, and where they are.
+/// The numbers of operands, and their memory layout.
 fn numbers_and_memory(with: With) {
     with(&|s| s.contents.q = Numbers::Normal);
     with(&|s| s.contents.k = Numbers::Normal);

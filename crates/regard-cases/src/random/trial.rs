@@ -96,7 +96,7 @@ pub struct Broken {
 pub struct Passed {
     /// Rows judged.
     pub rows: usize,
-    /// The largest error, relative to what was allowed.
+    /// The largest error, relative to the allowed error.
     pub worst: f64,
     /// Rearrangements compared.
     pub arrangements: usize,
@@ -118,7 +118,7 @@ const JUDGED_WORK: usize = 600_000;
 /// Tries a problem in every way that the device has.
 ///
 /// # Errors
-/// How it failed, the first way that it did.
+/// The first failure.
 pub fn trial(device: &mut dyn Device, spec: &Spec) -> Result<Passed, Broken> {
     let case = spec.generate();
     let broken = |kind, way: &str, text: String| Broken { kind, way: way.to_string(), text };

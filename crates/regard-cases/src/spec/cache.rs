@@ -41,7 +41,7 @@ pub enum Granularity {
 /// The values of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Scales {
-    /// Such that the largest number gets the largest code, about.
+    /// Scales that give the largest number approximately the largest code.
     #[default]
     Fitted,
     /// The next power of two above the fitted scale.

@@ -22,7 +22,8 @@ impl Spec {
         Spec { key_positions: Some(KeyPositionsSpec { offsets, stride }), ..self }
     }
 
-    /// Trees and physical slots have no positions of keys, and rows among such keys are somewhere.
+    /// Makes positions legal: trees and physical slots have no positions of keys, and positions of
+    /// keys need positions of rows.
     pub(super) fn legal_positions(&mut self) {
         if self.tree || self.has_listed_pool() {
             self.key_positions = None;

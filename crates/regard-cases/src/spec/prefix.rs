@@ -20,7 +20,8 @@ impl Spec {
         Spec { prefixes: Some(prefixes), ..self }
     }
 
-    /// Sequences share pages, and rows with lists of keys share none.
+    /// Makes prefixes legal: only sequences in pages share them, and rows with lists of keys share
+    /// none.
     pub(super) fn legal_prefixes(&mut self) {
         let paged = matches!(self.keys, Keys::Paged { .. });
         if !paged || self.lists.is_some() || self.sequences.is_empty() {

@@ -211,7 +211,7 @@ pub(super) fn timed(device: &str, target: &Target, work: &Work, mut times: Vec<f
     }
 }
 
-/// Seconds a call of each plan, sample by sample. Plans take turns.
+/// Seconds per call of each plan, sample by sample. Plans take turns.
 fn time(
     plans: &mut [Planned],
     copies: &[Inputs],

@@ -14,7 +14,7 @@ use regard::{Error, Inputs, Outputs, Plan, Problem};
 use regard_cases::Case;
 use std::time::{Duration, Instant};
 
-/// A command buffer takes about so long: submitting one takes some tens of microseconds.
+/// Approximate time of a command buffer: submitting one takes some tens of microseconds.
 const COMMANDS: Duration = Duration::from_millis(20);
 
 /// Maximum runs in a command buffer.
@@ -23,7 +23,7 @@ const MAX_RUNS: usize = 4096;
 /// However slow something is, runs that count end after this.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Runs all targets; how many did not run or were wrong.
+/// Runs all targets. Returns the number of targets that did not run or were wrong.
 pub fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     let gpu = Gpu::system_default()?;
     let targets = targets(request, &NAMED, Place::Cpu)?;

@@ -139,7 +139,7 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
     Ok(if failed == 0 { 0 } else { FAILED })
 }
 
-/// Runs all targets; how many did not run or were wrong.
+/// Runs all targets. Returns the number of targets that did not run or were wrong.
 fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     match case::device(request.device)? {
         case::Target::Cpu(machine) => measured_on_cpu(request, &machine),
@@ -162,8 +162,8 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     }
 }
 
-/// Measures every target on a GPU: the records with their targets, and how many did not run or were
-/// wrong.
+/// Measures every target on a GPU. Returns the records with their targets, and the number of
+/// targets that did not run or were wrong.
 #[cfg(any(feature = "cuda", all(feature = "metal", target_vendor = "apple")))]
 fn measure_each<'a>(
     targets: &'a [Target],

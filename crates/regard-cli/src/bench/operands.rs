@@ -160,7 +160,7 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
         }),
         // Scores and probabilities of a row, in f64, by the reference and by the naive computation.
         product(&[problem.kv_len, 4 * 8]),
-        // Lengths, and block tables with one block a key at most.
+        // Lengths, and block tables with at most one block per key.
         product(&[problem.batch, 64]),
         if let KvStorage::Paged { block_size } = problem.keys {
             slots / block_size as u64 * 16

@@ -35,7 +35,7 @@ const DTYPES: [(&str, RGBColor); 3] = [
 /// Draws results as SVG.
 ///
 /// # Errors
-/// Why not, in words.
+/// The reason, in words.
 pub fn draw(records: &[Record]) -> Result<String, String> {
     if records.is_empty() {
         return Err("there is nothing to draw".into());

@@ -105,12 +105,12 @@ pub struct Record {
     /// All ceilings of the run.
     #[serde(default)]
     pub ceilings: Option<Ceilings>,
-    /// Others that did the same work.
+    /// Other implementations of the same work.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub against: Vec<Against>,
 }
 
-/// Somebody else's time for the same work.
+/// The time of another implementation for the same work.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Against {
     /// The name of the implementation.
@@ -218,8 +218,8 @@ impl Record {
         self.exact_seconds.map(|exact| self.seconds / exact)
     }
 
-    /// Whether it is spoken of in GB/s: its ceiling is reading memory, or it has none and only one
-    /// query per sequence.
+    /// Whether its speed is given in GB/s: its ceiling is reading memory, or it has no ceiling and
+    /// only one query per sequence.
     pub fn in_gbytes(&self) -> bool {
         match &self.bound {
             Some(bound) => matches!(bound, Bound::Reads { .. }),

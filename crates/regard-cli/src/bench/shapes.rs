@@ -209,8 +209,7 @@ pub const MIXED: (&str, usize) = ("d128kmixed", 1024);
 /// others bring one.
 const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
 
-/// Bytes that the copies of keys and values which a run rotates over have together: more than any
-/// cache holds.
+/// Total bytes of the copies of keys and values that a run rotates over: more than any cache holds.
 pub const ROTATED_BYTES: u64 = 400_000_000;
 
 /// Maximum copies: tiny operands would need too many.
@@ -297,7 +296,7 @@ pub struct Wish<'a> {
 }
 
 impl Wish<'_> {
-    /// Everything wished for: shape by shape, each with its variants, lengths, memory orders and
+    /// All targets of the wish: shape by shape, each with its variants, lengths, memory orders and
     /// types.
     ///
     /// # Errors

@@ -177,7 +177,7 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// The results, one a line, with a column for each peer that they were compared with.
+/// The results, one per line, with a column for each peer that they were compared with.
 pub fn table(records: &[Record], style: Style) -> String {
     let columns = Columns::new(records);
     let rows: Vec<_> = std::iter::once(columns.head())

@@ -62,7 +62,8 @@ impl Operand {
             while at < end {
                 let run = (BLOCK - at % BLOCK).min(end - at);
                 let source = from + (at % BLOCK * SIZE) as u64;
-                // SAFETY: the block has so many elements from there, and the operand room for them.
+                // SAFETY: the block has that many elements from there, and the operand has room for
+                // them.
                 unsafe {
                     result::memcpy_dtod_async(to, source, run * SIZE, ranks.stream.cu_stream())?;
                 }

@@ -70,8 +70,8 @@ struct Pool {
     started: AtomicUsize,
     /// Whether a run uses the helpers.
     busy: AtomicBool,
-    /// The number of the current run, and its free slots: how many helpers may still join. A helper
-    /// that has claimed a slot may read `work`.
+    /// The number of the current run, and its free slots: the number of helpers that may still
+    /// join. A helper that has claimed a slot may read `work`.
     slots: AtomicU64,
     work: UnsafeCell<Work>,
     /// Helpers that have finished this run.

@@ -20,7 +20,7 @@ impl Workspace {
     /// Allocates a workspace of exactly the size that the plan needs.
     ///
     /// # Errors
-    /// If there is not so much memory.
+    /// If memory does not suffice.
     pub fn for_plan(plan: &Plan) -> Result<Workspace, Error> {
         let bytes = plan.workspace_bytes();
         let mut memory = Vec::new();

@@ -104,7 +104,7 @@ impl Problem {
         Problem { key_lists: Some(key_lists), ..self }
     }
 
-    /// At most so many groups of sequences share their first keys.
+    /// At most `prefix_groups` groups of sequences share their first keys.
     pub fn with_prefix_groups(self, prefix_groups: usize) -> Problem {
         Problem { prefix_groups, ..self }
     }

@@ -57,7 +57,7 @@ impl<T: Element> Guarded<T> {
 impl<T> Deref for Guarded<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
-        // SAFETY: `new` has put so many elements there, aligned, and the mapping is ours alone.
+        // SAFETY: `new` has put that many elements there, aligned, and the mapping is ours alone.
         unsafe { std::slice::from_raw_parts(self.data, self.len) }
     }
 }

@@ -116,7 +116,7 @@ pub fn far_pages(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("pools of {:.1} GB, {} rows", judged.1, judged.0))
 }
 
-/// Rows judged and the size of the pools, or why there are none.
+/// Rows judged and the size of the pools, or the reason why there are none.
 fn far_pages_of(
     runner: &mut Runner,
     spec: &Spec,

@@ -95,8 +95,8 @@ pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{compared} arrangements, to the bit"))
 }
 
-/// Token by token and chunk by chunk gives the bits of the whole prompt, also where a window begins
-/// at another key for each row.
+/// Token by token and chunk by chunk gives the bits of the whole prompt, also under a window that
+/// begins at another key for each row.
 pub fn chunks_equal_prefill(runner: &mut Runner) -> Result<String, Broken> {
     const TOKENS: usize = 150;
     for (dtype, dims, left) in [
@@ -184,7 +184,7 @@ pub fn poison_never_shows(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{} cases, to the bit", all.len()))
 }
 
-/// The same call gives the same bits, in any mode: who finishes first does not matter.
+/// The same call gives the same bits, in any mode: the order in which CTAs finish does not matter.
 pub fn same_bits_twice(runner: &mut Runner) -> Result<String, Broken> {
     let lengths = [(1, 5000), (1, 3), (1, 0), (1, 1700)];
     for keys in [Keys::Ragged { slack: 1 }, Keys::Paged { block_size: 16, interleaved: false }] {

@@ -81,7 +81,7 @@ fn expected(map: &TileMap, mask: &Array) -> Result<Vec<u8>, Error> {
     Ok(kinds)
 }
 
-/// Copies a map to where it stands in the workspace.
+/// Copies a map to its place in the workspace.
 fn write(
     map: &TileMap,
     kinds: &[u8],

@@ -2,7 +2,7 @@
 //! fast as it comes.
 //!
 //! Each loop of products keeps [`CHAINS`] independent sums in registers, more than latency times
-//! the number of units on any CPU so far, so that only the units limit it.
+//! the number of units on any CPU so far. Then only the units limit the loop.
 
 use regard::cpu::Level;
 use std::hint::black_box;
@@ -10,15 +10,15 @@ use std::hint::black_box;
 /// Independent sums. With two operands they still fit the 16 registers of AVX2.
 const CHAINS: usize = 12;
 
-/// A loop of multiply-adds: runs so often and answers something that depends on all of it.
+/// A loop of multiply-adds: runs that many times, and returns a number that depends on all of it.
 pub type Products = unsafe fn(rounds: u64) -> f32;
 
-/// One product loop and how much it does.
+/// One product loop and its work.
 #[derive(Clone, Copy)]
 pub struct ProductLoop {
     /// Needs the instructions that it was found for.
     pub run: Products,
-    /// Multiplications and additions a round.
+    /// Multiplications and additions per round.
     pub flops_per_round: u64,
 }
 
@@ -99,11 +99,11 @@ fn prefetch(line: &[u64; 8], ahead: usize) {
     let _ = (line, ahead);
 }
 
-/// Ways to read memory; which one is fastest depends on the CPU's own prefetching, so the ceiling
-/// is the best of them.
+/// Ways to read memory. The fastest way depends on the CPU's own prefetching, so the ceiling is the
+/// best of them.
 pub const READ_PATTERNS: usize = 4;
 
-/// Reads memory in one of the ways and answers something that depends on all of it.
+/// Reads memory in one of the ways, and returns a number that depends on all of it.
 ///
 /// # Safety
 /// This CPU has the instructions of the level.

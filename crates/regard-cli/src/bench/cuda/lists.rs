@@ -59,7 +59,7 @@ impl Lists {
     }
 }
 
-/// `count` numbers below `length`, different ones as far as there are so many.
+/// `count` numbers below `length`, all different if `count` is at most `length`.
 fn scattered(list: usize, count: usize, length: usize) -> impl Iterator<Item = usize> {
     let step = STEPS.into_iter().find(|step| !length.is_multiple_of(*step)).unwrap_or(1);
     let start = list * STEPS[1];

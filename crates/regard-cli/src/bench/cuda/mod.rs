@@ -41,7 +41,7 @@ impl Bench {
     }
 }
 
-/// Runs all targets; how many did not run or were wrong.
+/// Runs all targets. Returns the number of targets that did not run or were wrong.
 pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize), Stop> {
     let bench = Bench::new(ordinal)?;
     let targets = targets(request, &NAMED_CUDA, Place::Gpu)?;
@@ -168,8 +168,8 @@ impl OnGpu {
         Ok(OnGpu { plan, out, lse, workspace })
     }
 
-    /// Queues a run on one copy of the operands; `schedule` is whether it reads a schedule, and
-    /// whether it is the first one that does.
+    /// Queues a run on one copy of the operands. `schedule`: whether the run reads a schedule, and
+    /// whether it is the first run that does.
     fn queue(&self, bench: &Bench, on: &Uploaded, schedule: Option<bool>) -> Result<(), Error> {
         let mut views =
             Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
@@ -197,7 +197,7 @@ impl OnGpu {
         }
     }
 
-    /// Seconds a call, sample by sample.
+    /// Seconds per call, sample by sample.
     fn time(
         &self,
         bench: &Bench,

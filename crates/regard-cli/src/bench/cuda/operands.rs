@@ -28,7 +28,7 @@ impl Operands {
     /// Makes them.
     ///
     /// # Errors
-    /// If the target has a feature that is not measured on a GPU, or there is not so much memory.
+    /// If the target has a feature that is not measured on a GPU, or memory does not suffice.
     pub fn new(target: &Target) -> Result<Operands, Error> {
         let problem = &target.problem;
         let head_major = target.layout == Layout::HeadMajor;

@@ -11,7 +11,7 @@ use regard::cuda::cudarc::driver::{CudaGraph, DevicePtr, result};
 use regard::cuda::driver_error;
 use std::time::{Duration, Instant};
 
-/// One graph takes about so long: events are a microsecond apart at best, and a launch of a graph
+/// Approximate time of one graph: events are a microsecond apart at best, and a launch of a graph
 /// takes a few.
 const GRAPH: Duration = Duration::from_millis(8);
 
@@ -48,7 +48,7 @@ fn capture(
     graph.ok_or_else(|| Error::argument("graph", "empty", "launches"))
 }
 
-/// Seconds a launch, graph by graph. `launch(i)` queues number `i`; graphs hold whole rounds of
+/// Seconds per launch, graph by graph. `launch(i)` queues number `i`; graphs hold whole rounds of
 /// `copies`.
 pub fn time(
     bench: &Bench,

@@ -142,7 +142,7 @@ fn decode(
     Ok((median(whole), median(part)))
 }
 
-/// Decode steps of so many requests after so many tokens, each with regard's attention and with
+/// Decode steps of that many requests after that many tokens, each with regard's attention and with
 /// candle's. Points that do not fit in memory are reported and left out.
 pub fn served(name: &str, device: &Device, points: &[(usize, usize)]) -> Result<Vec<Served>> {
     let begun = Instant::now();
