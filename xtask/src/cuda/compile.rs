@@ -1,4 +1,4 @@
-//! Compiles modules, and checks the rules: each assembles for every architecture, and modules that
+//! Compiles modules, and checks the rules: each assembles for every architecture, and those that
 //! must not spill do not.
 
 use super::nvrtc::Nvrtc;
@@ -43,7 +43,7 @@ pub fn compile<'a>(
     Ok(compiled)
 }
 
-/// Compiles one of the modules, and makes the images that ship.
+/// Compiles one of the modules, and makes what ships of it.
 fn compile_one<'a>(
     module: &'a Module,
     sources: &Sources,
@@ -69,10 +69,10 @@ fn compile_one<'a>(
     Ok(Compiled { module, images, assemblies })
 }
 
-/// A module and its violations.
+/// A module and what is wrong with it.
 pub type Complaint<'a> = (&'a Module, String);
 
-/// Holds the compiled module to the rules. Returns the violations.
+/// Holds what was compiled to the rules: what is wrong is returned.
 pub fn judge<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
@@ -83,8 +83,8 @@ pub fn judge<'a>(
     Ok(complaints)
 }
 
-/// Assembles the compiled module for every architecture, prints its resources there, and returns
-/// the violations.
+/// Assembles what was compiled for every architecture, prints what it takes there, and returns what
+/// is wrong with it.
 fn assemble<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
@@ -149,7 +149,7 @@ fn assemble<'a>(
 }
 
 /// Reads the assembled code of every module, prints the main loops of the Hopper kernels, and
-/// returns the violations.
+/// returns what is wrong.
 fn read_assembled<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],

@@ -15,7 +15,7 @@ const OPTIONS: [&str; 3] =
 
 /// A program under compilation (`nvrtcProgram`).
 type Handle = *mut c_void;
-/// 0 if a call succeeded (`nvrtcResult`).
+/// 0 where a call succeeded (`nvrtcResult`).
 type Status = c_int;
 
 /// The loaded library.

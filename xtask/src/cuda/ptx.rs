@@ -3,9 +3,9 @@
 
 use anyhow::{Context, Result, bail};
 
-/// The PTX version that ships: the version of CUDA 12.0, which came with driver 525. NVRTC writes
-/// its own, newer version whatever a text uses. ptxas refuses a text that uses more than the
-/// version it claims, so the claim is checked for every module.
+/// The PTX version that ships: that of CUDA 12.0, which came with driver 525. NVRTC writes its own,
+/// newer version whatever a text uses; ptxas refuses a text that uses more than the version it
+/// claims, so the claim is checked for every module.
 const VERSION: &str = ".version 8.0";
 
 /// A hint of PTX 8.3: which bytes of a vector load are used. NVRTC writes it, and the code that is

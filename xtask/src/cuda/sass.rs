@@ -39,10 +39,10 @@ pub fn main_loop(text: &str) -> Result<MainLoop> {
 /// Register spills that ptxas lost: stores to local memory under a predicate which the instruction
 /// that computed the stored value, or one behind it, has written.
 ///
-/// ptxas 12.8 keeps a predicated value in memory by a store under the same predicate. If the
+/// ptxas 12.8 keeps a predicated value in memory by a store under the same predicate. Where the
 /// instruction leaves its carry in that predicate (`@P0 IADD3 R12, P0, -R0, R7, RZ`), the store
-/// (`@P0 STL [R1+0x38], R12`) happens only with a carry. Otherwise a later load gets an old value
-/// of that memory. No sanitizer sees it.
+/// (`@P0 STL [R1+0x38], R12`) happens only with a carry, and what is loaded later is whatever was
+/// in memory. No sanitizer sees it.
 pub fn lost_spills(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let mut lost = Vec::new();
@@ -83,7 +83,7 @@ fn registers(first: &str, count: usize) -> Option<Range<usize>> {
     Some(first..first + count)
 }
 
-/// Number of registers of an instruction's first operand.
+/// How many registers the first operand of an instruction takes.
 fn width(instruction: &str) -> usize {
     let operation =
         instruction.split_whitespace().find(|word| !word.starts_with('@')).unwrap_or_default();
@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(lost_spills(after).len(), 1);
         let label = "/*1*/ @P0 IADD3 R12, P0, R1, R2, RZ ;\n.L_x_1:\n/*3*/ @P0 STL [R1], R12 ;";
         assert!(lost_spills(label).is_empty());
-        // A value that is the upper part of a wide instruction's result.
+        // A value that is the upper part of what a wide instruction writes.
         let wide = "/*1*/ LDL.64 R94, [R1+0xc8] ;\n/*2*/ ISETP.NE.AND P0, PT, R1, R2, PT ;\n\
             /*3*/ @!P0 LDG.E.128.STRONG.GPU R92, [R30.64] ;\n/*4*/ @!P0 STL.64 [R1+0xc8], R94 ;";
         assert!(lost_spills(wide).is_empty());
