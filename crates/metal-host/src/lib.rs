@@ -233,7 +233,7 @@ pub fn run_problem(
     outputs: &mut Outputs,
     tamper: impl Fn(&Dispatch),
 ) -> Result<&'static str, Error> {
-    // Planned where contents can be read; the dispatches know shapes alone.
+    // Planned with readable contents; the dispatches know shapes alone.
     let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
     run_plan(&plan, garbage, inputs, outputs, |dispatch| {
         tamper(dispatch);

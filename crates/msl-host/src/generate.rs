@@ -255,8 +255,8 @@ impl<'a> Generator<'a> {
         Ok(end)
     }
 
-    /// `kernel void name(parameters)`; `start` is the word or attribute that makes it one, `at`
-    /// what follows.
+    /// `kernel void name(parameters)`. `start` is the word or attribute that makes it a kernel,
+    /// `at` the token after that.
     fn kernel(&mut self, start: usize, mut at: usize) -> Result<usize, Error> {
         while self.is(at, &["[", "["]) {
             let end = self.after_closing(at)?;

@@ -52,8 +52,8 @@ pub struct Dispatch<'a> {
     /// The first threadgroup that runs, in each dimension: threadgroups before it are left out, for
     /// tests of large grids.
     pub first_threadgroup: [u32; 3],
-    /// In which order SIMD groups and lanes run: 0 ascending, 1 descending, any other number the
-    /// seed of a random order. All are unfair.
+    /// The order in which SIMD groups and lanes run: 0 ascending, 1 descending, any other number
+    /// the seed of a random order. All are unfair.
     pub schedule: u32,
 }
 

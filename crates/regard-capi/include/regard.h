@@ -424,7 +424,7 @@ typedef struct regard_operands {
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
 // bounds: a plan for them also runs smaller batches and shorter sequences. Set everything to zero,
-// `size` to `sizeof(regard_problem)`, and then what you need.
+// `size` to `sizeof(regard_problem)`, and then the fields that you need.
 typedef struct regard_problem {
   // `sizeof(regard_problem)`, in bytes.
   size_t size;
@@ -469,7 +469,7 @@ typedef struct regard_problem {
   // With `REGARD_KEY_LISTS`: entries of the longest list; slots of all its blocks, with
   // `REGARD_LISTS_OF_PAGES`.
   int64_t list_len;
-  // With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
+  // With `REGARD_KEY_POSITIONS`: the stride. A plan depends only on whether it is 1.
   int64_t key_stride;
   // Maximum prefix groups: `prefix_lens` will have that many entries. 0 if none are given.
   int64_t prefix_groups;
@@ -480,8 +480,8 @@ typedef struct regard_problem {
   int64_t rotary_dim;
 } regard_problem;
 
-// New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what
-// you need.
+// New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then the
+// fields that you need.
 //
 // Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot
 // token % block_size of block `block_table[b, token / block_size]`. Tokens whose entry names no

@@ -323,8 +323,8 @@ pub const REGARD_APPEND_DYNAMIC_K_SCALES: u32 = 1 << 2;
 /// The same for values and `v_scales`.
 pub const REGARD_APPEND_DYNAMIC_V_SCALES: u32 = 1 << 3;
 
-/// New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what
-/// you need.
+/// New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then the
+/// fields that you need.
 ///
 /// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot
 /// token % block_size of block `block_table[b, token / block_size]`. Tokens whose entry names no
@@ -432,7 +432,7 @@ pub struct BlockCopies {
 
 /// The shape of an attention call: all that a plan depends on, without data. Lengths are upper
 /// bounds: a plan for them also runs smaller batches and shorter sequences. Set everything to zero,
-/// `size` to `sizeof(regard_problem)`, and then what you need.
+/// `size` to `sizeof(regard_problem)`, and then the fields that you need.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Problem {
@@ -479,7 +479,7 @@ pub struct Problem {
     /// With `REGARD_KEY_LISTS`: entries of the longest list; slots of all its blocks, with
     /// `REGARD_LISTS_OF_PAGES`.
     pub list_len: i64,
-    /// With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
+    /// With `REGARD_KEY_POSITIONS`: the stride. A plan depends only on whether it is 1.
     pub key_stride: i64,
     /// Maximum prefix groups: `prefix_lens` will have that many entries. 0 if none are given.
     pub prefix_groups: i64,

@@ -159,7 +159,7 @@ pub struct Llama {
     layers: Vec<Layer>,
     norm: RmsNorm,
     output: QMatMul,
-    /// Rotation a position, for each pair of a head.
+    /// Rotation per position, for each pair of a head.
     frequencies: Vec<f32>,
     device: Device,
 }
@@ -329,7 +329,7 @@ impl Llama {
         let Config { heads, kv_heads, head_dim, .. } = self.config;
         let count = rows.tokens.len();
         let (cos, sin) = self.rotation(rows.positions)?;
-        // A row a batch entry, so that each has its own position and nothing is transposed.
+        // One row per batch entry, so that each row has its own position and nothing is transposed.
         let rotate = |x: Tensor, heads: usize| {
             let x = x.reshape((count, heads, 1, head_dim))?;
             candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?.reshape((count, heads, head_dim))
@@ -364,7 +364,7 @@ impl Llama {
     }
 }
 
-/// Rotation a position, for each pair of a head, its wavelength stretched by these factors.
+/// Rotation per position, for each pair of a head, its wavelength stretched by these factors.
 fn frequencies(config: &Config, stretch: &[f32]) -> Vec<f32> {
     let frequency = |(i, stretch): (usize, &f32)| {
         1.0 / config.rope_base.powf(2.0 * i as f32 / config.head_dim as f32) / stretch

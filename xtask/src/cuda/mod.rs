@@ -49,7 +49,7 @@ pub enum Command {
         #[command(flatten)]
         selection: Selection,
     },
-    /// Print the modules that ship, a line each: name, source, macros.
+    /// Print the modules that ship, one per line: name, source, macros.
     List,
     /// Write the images into a folder unpacked, a file per image, called MODULE.KIND.
     Unpack {

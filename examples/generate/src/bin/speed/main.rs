@@ -22,7 +22,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// A decode step with candle's attention and with regard's: how long, and how much of it is
+    /// A decode step with candle's attention and with regard's: its time, and the share of
     /// attention
     Share {
         /// A GGUF file
