@@ -92,7 +92,7 @@ type Run = unsafe extern "C" fn(
 ) -> i32;
 
 /// A compiled source. It has one set of threadgroup variables and one schedule, so it runs one
-/// dispatch at a time; load it again to run another beside it.
+/// dispatch at a time. Load it again to run another beside it.
 pub struct Library {
     run: Run,
     generated: Generated,

@@ -218,7 +218,7 @@ enum regard_device_kind
   // An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
   REGARD_DEVICE_KIND_CUDA = 1,
   // An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is the tensor's
-  // place in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
+  // place in it. The workspace is an `id<MTLBuffer>` too, and a `stream` is an
   // `id<MTLComputeCommandEncoder>`.
   REGARD_DEVICE_KIND_METAL = 2,
 };
@@ -334,7 +334,7 @@ typedef struct regard_operands {
   // `[Hq]` f32: one more logit in each head's softmax denominator.
   const struct regard_tensor *sinks;
   // `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last
-  // Lq keys are the new tokens); earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
+  // Lq keys are the new tokens). Every row sees all earlier keys. Replaces `REGARD_CAUSAL`.
   const struct regard_tensor *tree_mask;
   // `[B]` i32: keys in use of each sequence. Without it, all.
   const struct regard_tensor *kv_lens;
@@ -671,7 +671,7 @@ const char *regard_plan_explain(const struct regard_plan *plan);
 
 // Runs a plan on operands. They may be smaller than planned (fewer or shorter sequences), but have
 // the planned heads, dims, types and options. `workspace` is memory of the plan's device, at least
-// `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but for
+// `regard_plan_workspace_bytes` of it, for one run at a time. It needs no initialization but for
 // `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 // memory with each other or with an input. If addresses, shapes and strides show that they do, the
 // call is an error.
@@ -778,7 +778,7 @@ regard_status regard_plan_map_mask(const struct regard_plan *plan,
 
 // `regard_plan_run` with the tile map in the workspace. `regard_plan_map_mask` has made it, on the
 // same stream or in order with this call, with the same plan, mask, and operands of the same
-// shapes; or the caller has written it as `regard_plan_tile_map` describes. With the same map, the
+// shapes. Or the caller has written it as `regard_plan_tile_map` describes. With the same map, the
 // same bits. Runs leave a map as it is. With the map of another mask, results are meaningless.
 regard_status regard_plan_run_mapped(const struct regard_plan *plan,
                                      const struct regard_operands *operands,

@@ -224,7 +224,7 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 
 /// Runs a plan on operands. They may be smaller than planned (fewer or shorter sequences), but have
 /// the planned heads, dims, types and options. `workspace` is memory of the plan's device, at least
-/// `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but for
+/// `regard_plan_workspace_bytes` of it, for one run at a time. It needs no initialization but for
 /// `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 /// memory with each other or with an input. If addresses, shapes and strides show that they do, the
 /// call is an error.

@@ -183,7 +183,7 @@ pub unsafe extern "C" fn regard_plan_map_mask(
 
 /// `regard_plan_run` with the tile map in the workspace. `regard_plan_map_mask` has made it, on the
 /// same stream or in order with this call, with the same plan, mask, and operands of the same
-/// shapes; or the caller has written it as `regard_plan_tile_map` describes. With the same map, the
+/// shapes. Or the caller has written it as `regard_plan_tile_map` describes. With the same map, the
 /// same bits. Runs leave a map as it is. With the map of another mask, results are meaningless.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run_mapped(

@@ -77,7 +77,7 @@ pub enum DeviceKind {
     /// An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
     Cuda = 1,
     /// An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` is the tensor's
-    /// place in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
+    /// place in it. The workspace is an `id<MTLBuffer>` too, and a `stream` is an
     /// `id<MTLComputeCommandEncoder>`.
     Metal = 2,
 }
@@ -214,7 +214,7 @@ pub struct Operands {
     /// `[Hq]` f32: one more logit in each head's softmax denominator.
     pub sinks: *const Tensor,
     /// `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last
-    /// Lq keys are the new tokens); earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
+    /// Lq keys are the new tokens). Every row sees all earlier keys. Replaces `REGARD_CAUSAL`.
     pub tree_mask: *const Tensor,
 
     /// `[B]` i32: keys in use of each sequence. Without it, all.

@@ -82,7 +82,7 @@ pub enum Hide {
     /// others, keys at random in the rest. A boolean mask hides likewise. An additive mask adds 0
     /// to keys that it does not hide.
     Blocks,
-    /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask
+    /// Minus infinity, for one key in 20,000. Nothing is added to the others, and a boolean mask
     /// keeps them: most tiles are hidden or kept entirely.
     Rare,
     /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is

@@ -1,5 +1,5 @@
 //! Hostile case files: every seed, broken in every way of a fixed list. For any bytes the reader
-//! returns a case or an error, and takes memory in proportion to the file; an accepted case runs or
+//! returns a case or an error, and takes memory in proportion to the file. An accepted case runs or
 //! is refused with a message. The same seeds start the fuzz target.
 
 mod seeds;

@@ -4,7 +4,7 @@
 //!
 //! A paged cache is two pools of blocks and a table. Keys and values are views of shape `[blocks,
 //! block_size, Hkv, D]`; slot `j` of sequence `b` is slot `j % block_size` of block `block_table[b,
-//! j / block_size]`, and `kv_lens[b]` is the number of slots in use. Any block size works, and any
+//! j / block_size]`. `kv_lens[b]` is the number of slots in use. Any block size works, and any
 //! order of the pool's dimensions in memory, because only strides differ:
 //!
 //! | the pool in memory | the view of the keys |

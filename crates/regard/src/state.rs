@@ -1,7 +1,7 @@
 //! The algebra of partial softmax results.
 //!
 //! Attention over some of the keys leaves, per row, an output and its weight. Two such states over
-//! disjoint keys merge into the state over both; merging is associative and commutative up to
+//! disjoint keys merge into the state over both. Merging is associative and commutative up to
 //! rounding, and the state of no keys is its neutral element, exactly. Split-KV, shared prefixes
 //! and context parallelism all use it. A sink is the state of one key whose value is zero. (Milakov
 //! and Gimelshein 2018, "Online normalizer calculation for softmax".)

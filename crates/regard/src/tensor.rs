@@ -2,8 +2,8 @@
 //!
 //! Every operand is a [`Tensor`] (read) or a [`TensorMut`] (written): a pointer, an element type, a
 //! shape and strides. Strides are in elements and 64 bits wide; the innermost stride of anything
-//! with a head dimension is 1. regard has one dimension order, batch, sequence, head, dimension;
-//! other layouts are the same view with its dimensions permuted ([`Tensor::bhsd`]), so kernels only
+//! with a head dimension is 1. regard has one dimension order: batch, sequence, head, dimension.
+//! Other layouts are the same view with its dimensions permuted ([`Tensor::bhsd`]), so kernels only
 //! ever see strides.
 
 mod columns;

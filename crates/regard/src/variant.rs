@@ -107,8 +107,8 @@ pub struct Attention<T> {
     pub alibi_slopes: Option<T>,
     /// `[Hq]` `f32`: one more logit in each head's denominator. Finite, or minus infinity for none.
     pub sinks: Option<T>,
-    /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys)
-    /// each row sees, bit `t % 32` of word `t / 32`; earlier keys are seen by all. Replaces
+    /// `[B, Lq, ceil(Lq / 32)]` `i32`: the new tokens of the sequence (its last `q_len` keys) that
+    /// each row sees, bit `t % 32` of word `t / 32`. Every row sees all earlier keys. Replaces
     /// `causal`.
     pub tree_mask: Option<T>,
     /// `[B]` `i32`: keys in use, at most the sequence's capacity. `None` uses all.

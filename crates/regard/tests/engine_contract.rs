@@ -1,6 +1,6 @@
 //! The engine contract (docs/engine-contract.md) on the CPU: prepared once, replayed with new
-//! lengths, tables and pages; no allocation, no thread, no look at the environment in a run; and a
-//! refusal before anything is written.
+//! lengths, tables and pages. A run allocates nothing, starts no thread and does not look at the
+//! environment. A refusal comes before anything is written.
 
 #![cfg(target_os = "linux")]
 

@@ -40,8 +40,8 @@ fn rows(case: &Case, spec: &Spec, machine: &Machine) -> Rows {
 /// Rows and keys of sequences, their groups, and the prefix of each group.
 type Batch = (&'static [(usize, usize)], &'static [i32], &'static [usize]);
 
-/// The law of prefix groups: with them, without them and with other groups, results pass for each
-/// other; in batch-invariant mode they have the same bits.
+/// The law of prefix groups: with them, without them and with other groups, results agree within
+/// the tolerance. In batch-invariant mode they have the same bits.
 #[test]
 fn groups_change_nothing() {
     let shapes: [Batch; 3] = [

@@ -1,7 +1,7 @@
 //! Continuous batching: many requests over one paged cache, one plan per step.
 //!
-//! In every step each running request brings its next token, or the next chunk of its prompt;
-//! requests join when there is room and leave when they are done. Requests with the same beginning
+//! In every step each running request brings its next token, or the next chunk of its prompt.
+//! Requests join when there is room and leave when they are done. Requests with the same beginning
 //! share its pages. When pages run out, kept prompts go first, then the youngest request is
 //! preempted: its pages are freed. When there is room again, its tokens are computed anew,
 //! generated tokens included. In batch-invariant mode every answer is, bit by bit, the answer that

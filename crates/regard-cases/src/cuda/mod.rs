@@ -40,8 +40,8 @@ impl Runner {
     /// As [`Gpu::new`].
     pub fn new(ordinal: usize) -> Result<Runner, Error> {
         let gpu = Gpu::new(ordinal)?;
-        // SAFETY: everything is queued on one stream, so nothing needs to be waited for; and
-        // waiting for events of before is not allowed while a graph is captured.
+        // SAFETY: everything is queued on one stream, so nothing needs to be waited for. Waiting
+        // for earlier events is not allowed while a graph is captured.
         unsafe { gpu.context().disable_event_tracking() };
         let stream =
             gpu.context().new_stream().map_err(|error| driver_error("making a stream", error))?;

@@ -77,7 +77,7 @@ fn has_fixed_pages(spec: &Spec) -> bool {
     scaled && spec.cache.granularity == Granularity::Page || spec.lists_pages()
 }
 
-/// Whether sequences keep their masks by themselves. A description makes masks by position; if
+/// Whether sequences keep their masks by themselves. A description makes masks by position. If
 /// sequences at different positions share one row of a mask, the row is made for the last of them.
 fn can_be_apart(spec: &Spec) -> bool {
     let shared = spec.mask.is_some_and(|mask| mask.broadcast[0] && !mask.broadcast[2]);

@@ -19,7 +19,7 @@ use crate::tensor::{Dims, MAX_RANK, TensorMut};
 #[derive(Debug)]
 pub struct CopyBlocks<'p, 'a, M: Memory = Host> {
     /// Keys, values and scales of all layers: `[blocks, block_size, ...]`, with any further
-    /// dimensions and any strides. All have as many blocks and slots; a pool with something per
+    /// dimensions and any strides. All have as many blocks and slots. A pool with something per
     /// block instead of per slot, such as scales per page, has 1 in place of `block_size`.
     pub pools: &'p mut [TensorMut<'a, M>],
     /// The copies to make, in this order.

@@ -12,7 +12,7 @@ use crate::variant::Attention;
 /// with the tables that attention and append read.
 ///
 /// New tokens of all sequences are concatenated ("ragged"), in the order in which they were
-/// appended; every vector with an entry per token is in that order. One `Step` is filled again for
+/// appended. Every vector with an entry per token is in that order. One `Step` is filled again for
 /// every step: it stops allocating after the largest step.
 ///
 /// ```

@@ -1,7 +1,6 @@
 //! The rows of an item on their way through a packed tile: row blocks as high as a register tile,
-//! in a software pipeline. While the scores of one block are computed, so are the exponentials of
-//! the block before; while that block's output is accumulated, so are the first exponentials of
-//! this one.
+//! in a software pipeline. The exponentials of a block are computed beside two products: first ones
+//! beside the output of the block before, the rest beside the scores of the block after.
 
 use super::call::ItemContext;
 use super::item::TileSpan;
