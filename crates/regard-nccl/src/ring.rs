@@ -19,13 +19,14 @@ use regard::{
 };
 use schedule::Ring;
 
-/// Operands of a prefill on one rank. Its rows and keys are those of [`RingSequence::rows`] and
-/// [`RingSequence::keys`].
+/// Operands of a prefill on one rank. [`RingSequence::rows`] and [`RingSequence::keys`] give its
+/// rows and keys.
 ///
-/// In a batch, each entry has its early rows, then its late ones; of keys, its share of the prefix,
-/// then those of the early rows, then those of the late ones. Ragged tensors have the early rows of
-/// all sequences, then the late rows of all; of keys, the share of the prefix and the early keys of
-/// each sequence, then the late keys of all. Without prefixes, queries and keys are in one order.
+/// In a batch, each entry has its early rows, then its late rows. Its keys are its share of the
+/// prefix, then the keys of the early rows, then the keys of the late rows. Ragged tensors have the
+/// early rows of all sequences, then the late rows of all. Their keys are the share of the prefix
+/// and the early keys of each sequence, then the late keys of all. Without prefixes, queries and
+/// keys are in one order.
 #[derive(Debug)]
 pub struct RingStep<'a, M: Memory> {
     /// `[B, rows, Hq, Dk]`, or `[rows, Hq, Dk]` of ragged sequences.
@@ -54,9 +55,10 @@ pub struct RingStep<'a, M: Memory> {
 /// for others, in the same memory if they fit.
 ///
 /// Parts are of the queries' type. They take at most [`RingPrefill::parts`] times the memory of
-/// `out`. That is the number of ranks; up to twice that for ragged sequences, and with ALiBi, a
-/// window, chunked attention, or rows at an offset; up to three times that with one of these four
-/// and a prefix. Keys and values take two buffers of a rank's share.
+/// `out`. The number of parts is the number of ranks. It is up to twice the number for ragged
+/// sequences, and with ALiBi, a window, chunked attention, or rows at an offset; up to three times
+/// the number with one of these four and a prefix. Keys and values take two buffers of a rank's
+/// share.
 #[derive(Debug)]
 pub struct RingPrefill<D: Device> {
     problem: Problem,
@@ -118,7 +120,7 @@ impl<B, W> Buffers<B, W> {
         })
     }
 
-    /// Makes room for a rank's calls, and writes what they read.
+    /// Makes room for a rank's calls, and writes their tables.
     fn prepare<D: Device<Buffer = B, Workspace = W>>(
         &mut self,
         device: &D,
@@ -156,8 +158,9 @@ impl<B, W> Buffers<B, W> {
 }
 
 impl<D: Device> RingPrefill<D> {
-    /// Plans and allocates. `problem` is that of the whole sequences, as one device would have it:
-    /// a batch of sequences with `query_len` new rows, which are the last of `kv_len` keys.
+    /// Plans and allocates. `problem` is the problem of the whole sequences, as one device would
+    /// have it: a batch of sequences with `query_len` new rows, which are the last of `kv_len`
+    /// keys.
     ///
     /// Ranks exchange a description of their problems, so all of them have to call this.
     ///
@@ -180,11 +183,12 @@ impl<D: Device> RingPrefill<D> {
     }
 
     /// As [`RingPrefill::new`], for ragged sequences, or for a batch of equal sequences at an
-    /// offset. The lengths of `problem` are upper bounds, as everywhere; `sequences` are those that
-    /// are prefilled.
+    /// offset. The lengths of `problem` are upper bounds, as everywhere; `sequences` are the
+    /// sequences to prefill.
     ///
     /// # Errors
-    /// As [`RingPrefill::new`]; if a sequence exceeds the problem, or those of a batch differ.
+    /// As [`RingPrefill::new`]; if a sequence exceeds the problem, or the sequences of a batch
+    /// differ.
     pub fn with_sequences<T: Transport<Queue = D::Queue>>(
         rank: &Rank<D, T>,
         problem: &Problem,
@@ -196,8 +200,8 @@ impl<D: Device> RingPrefill<D> {
         RingPrefill::build(rank, problem, stored(problem, sequences))
     }
 
-    /// Plans for other sequences within the bounds of the problem. What is queued is waited for.
-    /// Memory is allocated only if they need more of it than those before.
+    /// Plans for other sequences within the bounds of the problem. Waits for the queued work.
+    /// Memory is allocated only if these sequences need more than earlier ones.
     ///
     /// Ranks exchange a description of the sequences, so all of them have to call this.
     ///
@@ -289,8 +293,8 @@ impl<D: Device> RingPrefill<D> {
         unsafe { self.merge(device, out, lse) }
     }
 
-    /// Sends keys and values to the next rank, and receives those of the step after this one: where
-    /// they are then.
+    /// Sends keys and values to the next rank, and receives the keys and values of the next step.
+    /// Returns their place.
     ///
     /// # Safety
     /// The spans hold the keys and values of this step, and no kernel of an earlier step still
@@ -320,7 +324,7 @@ impl<D: Device> RingPrefill<D> {
         Ok((received_keys, received_values))
     }
 
-    /// The shape of a tensor with so many tokens, in each entry of a batch or in all.
+    /// The shape of a tensor with that many tokens, in each entry of a batch or in all.
     fn shape(&self, tokens: usize, row: &[usize]) -> InlineVec<usize> {
         self.ring.entries.into_iter().chain([tokens]).chain(row.iter().copied()).collect()
     }
@@ -412,7 +416,7 @@ impl<D: Device> RingPrefill<D> {
         let out = device.address(&mut self.buffers.parts.buffer) + out_at as u64;
         let lse = device.address(&mut self.buffers.part_lse.buffer) + lse_at as u64;
         let lse_shape = &shape[..shape.len() - 1];
-        // SAFETY: the rows are those of a part that the buffers have room for.
+        // SAFETY: the rows belong to a part that the buffers have room for.
         let mut outputs = unsafe {
             let lse = D::tensor_mut(lse, DType::F32, lse_shape, Some(&lse_strides))?;
             Outputs { out: D::tensor_mut(out, dtype, &shape, Some(&strides))?, lse: Some(lse) }

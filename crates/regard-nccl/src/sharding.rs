@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 /// The rows of a sequence that each rank of a [`RingPrefill`](crate::RingPrefill) has. The sequence
-/// is cut into `2 * ranks` chunks, and rank r has chunks r and `2 * ranks - 1 - r`: an early and a
-/// late one, so that causal attention costs every rank the same.
+/// is cut into `2 * ranks` chunks. Rank r has an early chunk, r, and a late one, `2 * ranks - 1 -
+/// r`: causal attention then costs every rank the same.
 ///
 /// [`RingSequence`] adds the keys of a cached prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,12 +40,12 @@ impl BalancedRows {
     }
 }
 
-/// A sequence of a [`RingPrefill`](crate::RingPrefill): new rows, and keys that are those of a
-/// cached prefix and then those of the new rows.
+/// A sequence of a [`RingPrefill`](crate::RingPrefill): new rows, and the keys of a cached prefix
+/// followed by the keys of the new rows.
 ///
 /// The last `min(query_len, kv_len)` keys are divided among ranks as rows are ([`BalancedRows`]).
 /// The keys before them are the prefix, which is divided into contiguous shares: rank r has the
-/// r-th of `ranks` equal ones, of which the last may be shorter, or empty.
+/// r-th of `ranks` equal shares. The last shares may be shorter, or empty.
 ///
 /// ```
 /// use regard_nccl::RingSequence;

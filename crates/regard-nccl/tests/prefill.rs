@@ -65,8 +65,8 @@ impl Law {
         self.sequences.iter().map(|it| it.kv_len).sum()
     }
 
-    /// The rows and the keys of a rank in the order of its tensors, by their number among those of
-    /// all sequences.
+    /// The rows and the keys of a rank in the order of its tensors, by their number among the rows
+    /// and keys of all sequences.
     fn of_rank(&self, rank: usize, ranks: usize) -> (Vec<usize>, Vec<usize>) {
         let (mut row, mut key) = (0, 0);
         // Of each sequence: its early and late rows; its share of the prefix with the early keys,
@@ -133,7 +133,7 @@ impl<T: Number> Whole<T> {
         }
     }
 
-    /// What heads `heads` of the whole need, without lengths and positions.
+    /// The options for heads `heads` of the whole, without lengths and positions.
     fn attention(&self, law: &Law, heads: std::ops::Range<usize>) -> Attention<Tensor<'_>> {
         let Options { causal, window, chunk, alibi, sinks, softcap } = law.variant;
         Attention {
@@ -387,7 +387,7 @@ fn short_chunks_shorten_the_ring() {
     assert_eq!(parts_of_ranks(RingSequence::new(800, 1200), variant), [1; 4]);
 }
 
-/// Where only order matters, a prefix adds no parts.
+/// If only order matters, a prefix adds no parts.
 #[test]
 fn a_prefix_adds_no_parts() {
     assert_eq!(parts_of_ranks(RingSequence::new(800, 800), CAUSAL), [4; 4]);

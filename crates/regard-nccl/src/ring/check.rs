@@ -1,4 +1,4 @@
-//! What the ring takes: checks of problems, of sequences and of operands.
+//! Checks of problems, of sequences and of operands that the ring takes.
 
 use super::{RingPrefill, RingStep};
 use crate::device::Device;
@@ -75,7 +75,7 @@ pub(super) fn expect_sequences(problem: &Problem, sequences: &[RingSequence]) ->
     Ok(())
 }
 
-/// What ranks compare of their sequences.
+/// A description of sequences that ranks compare.
 pub(super) fn describe(count: usize, sequences: &[RingSequence]) -> String {
     match sequences {
         [] => "none".into(),

@@ -1,24 +1,24 @@
-//! Where the rows and keys of a call are in the tensors of a rank.
+//! The places of a call's rows and keys in the tensors of a rank.
 //!
 //! In a batch, each entry has a rank's chunks one after the other. Ragged tensors have the early
-//! chunks of all sequences, then their late ones; each early chunk of keys has the rank's share of
-//! that sequence's prefix before it. So the rows of a chunk are one ragged tensor, and the keys
-//! that they see in a call are one with gaps.
+//! chunks of all sequences, then their late chunks. Each early chunk of keys has the rank's share
+//! of that sequence's prefix before it. So the rows of a chunk are one ragged tensor, and the keys
+//! that they see in a call are a ragged tensor with gaps.
 
 use super::schedule::{Call, Ring};
 use crate::sharding::RingSequence;
 use std::ops::Range;
 
-/// Where the operands of a call are.
+/// The places of a call's operands.
 #[derive(Debug)]
 pub(super) struct Extent {
     /// Rows of the rank: in each batch entry, or of all sequences together.
     pub rows: Range<usize>,
     /// Keys of the source rank, likewise.
     pub keys: Range<usize>,
-    /// The most rows of a sequence.
+    /// Maximum rows of a sequence.
     pub query_len: usize,
-    /// The most keys of a sequence, with the gap behind them.
+    /// Maximum keys of a sequence, with the gap behind them.
     pub kv_len: usize,
     /// The positions of the first row and of the first key in a batch entry.
     pub positions: (i64, i64),
@@ -26,8 +26,8 @@ pub(super) struct Extent {
     pub tables: Vec<i32>,
 }
 
-/// Where the tables of a ragged call begin and end: `cu_seqlens_q`, `cu_seqlens_k`, `kv_lens`, and
-/// the positions of the first row and of the first key of each sequence.
+/// The ranges of a ragged call's tables: `cu_seqlens_q`, `cu_seqlens_k`, `kv_lens`, and the
+/// positions of the first row and of the first key of each sequence.
 pub(super) fn table_ranges(sequences: usize) -> [Range<usize>; 5] {
     let mut end = 0;
     [1, 1, 0, 0, 0].map(|more| {
@@ -42,7 +42,7 @@ fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(Range::len).sum()
 }
 
-/// Where ranges `which` are, if all of them are stored one after the other.
+/// The place of ranges `which`, if all ranges are stored one after the other.
 fn stored(ranges: &[Range<usize>], which: &Range<usize>) -> Range<usize> {
     let start = total(&ranges[..which.start]);
     start..start + total(&ranges[which.clone()])
@@ -69,7 +69,7 @@ impl Ring {
         self.sequences.iter().map(|it| total(&it.keys(rank, self.ranks))).sum()
     }
 
-    /// Where a call of `rank` with the keys of `source` has its operands.
+    /// The places of the operands of `rank`'s call with the keys of `source`.
     pub fn extent(&self, rank: usize, source: usize, call: &Call) -> Extent {
         if self.entries.is_none() {
             return self.ragged_extent((rank, source), call);

@@ -6,7 +6,7 @@ use crate::device::Device;
 use regard::{Error, KeyLayout, Plan, Problem, QueryStorage, Variant};
 use std::ops::Range;
 
-/// What a rank runs.
+/// The calls that a rank runs, and their plans.
 #[derive(Debug)]
 pub(super) struct Planned {
     /// Steps up to the last one that any rank computes in.
@@ -26,22 +26,22 @@ pub(super) struct Planned {
 pub(super) struct PlannedStep {
     /// The rank whose keys are here.
     pub source: usize,
-    /// What is computed with them.
+    /// The attention calls over these keys.
     pub calls: Vec<PlannedCall>,
 }
 
 /// A call with its plan.
 #[derive(Debug)]
 pub(super) struct PlannedCall {
-    /// What is computed.
+    /// The call.
     pub call: Call,
-    /// Where its rows and keys are.
+    /// The places of its rows and keys.
     pub extent: Extent,
-    /// Which plan it runs.
+    /// The number of the plan that it runs.
     pub plan: usize,
-    /// Which group its part belongs to.
+    /// The number of the group that its part belongs to.
     pub group: usize,
-    /// Where its tables begin among those of all calls.
+    /// The start of its tables among the tables of all calls.
     pub tables: usize,
 }
 

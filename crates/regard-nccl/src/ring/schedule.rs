@@ -1,4 +1,4 @@
-//! What a rank computes in which step of the ring.
+//! The work of a rank in each step of the ring.
 
 use crate::sharding::RingSequence;
 use regard::{SequenceKeys, Variant};
@@ -45,7 +45,7 @@ pub(super) struct Step {
     pub calls: Vec<Call>,
 }
 
-/// The sequences that pass around, and what is computed of them.
+/// The sequences that pass around, and the features of the attention over them.
 #[derive(Debug, Clone)]
 pub(super) struct Ring {
     /// Ragged sequences, or the one that all entries of a batch are like.
@@ -90,7 +90,7 @@ impl Ring {
         steps.collect()
     }
 
-    /// What a rank computes with the keys of `source`. With its own keys, all of its rows are in
+    /// The calls of a rank with the keys of `source`. With its own keys, all of its rows are in
     /// some call, so that they have sinks.
     fn calls(&self, rank: usize, source: usize) -> Vec<Call> {
         let mut calls = match self.needs_positions() {
@@ -119,12 +119,12 @@ impl Ring {
         distances || causal && !self.sequences.iter().all(is_last)
     }
 
-    /// As few calls as a step takes, where only the order of positions matters.
+    /// As few calls as a step takes, if only the order of positions matters.
     ///
     /// A rank's rows and its keys are in the order of positions, and all rows see all of the
-    /// prefix. So its own keys take one causal call. Of an earlier rank, all rows see all of the
-    /// early chunk and nothing of the late one. Of a later rank, the late rows see both chunks and
-    /// the early rows neither. Each of these is as much work as the others.
+    /// prefix. So its own keys take one causal call. All rows see all of an earlier rank's early
+    /// chunk and nothing of its late chunk. The late rows see both chunks of a later rank; the
+    /// early rows see neither. Each of these is as much work as the others.
     ///
     /// Chunks of ragged sequences are apart, so each takes calls of its own.
     fn by_order(&self, rank: usize, source: usize) -> Vec<Call> {
@@ -165,8 +165,8 @@ impl Ring {
         calls.collect()
     }
 
-    /// The positions of a sequence's rows and keys in a call; those between them too, if a call has
-    /// several chunks.
+    /// The positions of a sequence's rows and keys in a call. If a call has several chunks, the
+    /// positions between them too.
     pub fn positions(
         &self,
         sequence: RingSequence,

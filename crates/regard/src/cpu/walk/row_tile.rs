@@ -1,5 +1,5 @@
 //! Values that are a prefix of the keys: the rows of a tile are converted once, for both products.
-//! Keys in two parts are put together there.
+//! Keys in two parts are put together in these rows.
 
 use super::address::KeyAddresses;
 use super::call::ItemContext;
