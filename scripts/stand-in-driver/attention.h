@@ -144,7 +144,7 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     }
 }
 
-// A key that a row attends to: its number, from which its position follows, and the number that gives its address.
+// A key that a row attends to: its number, from which its position follows, and what has its address.
 struct RowKey {
     long long key, address;
     bool in_second; // cache
@@ -166,7 +166,7 @@ inline Pools pools_of_second(const AttentionParameters &p, const CacheParameters
     return pools;
 }
 
-// The score of a key, minus infinity if it is hidden. `row` has room for the key.
+// The score of a key, minus infinity where it is hidden. `row` has room for the key.
 inline double score_of(const AttentionParameters &p, const CacheParameters &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
                        std::vector<float> &row, RowKey row_key) {
     const long long key = row_key.key;
@@ -302,7 +302,7 @@ inline CacheParameters elements_of(ElementType type) {
     return cache;
 }
 
-// Attention of the rows of all sequences of `least` to `most` tokens.
+// The rows of all sequences of so many tokens.
 inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, long long least, long long most,
                    const ListParameters *lists = nullptr) {
     // With lists `batch` counts rows.

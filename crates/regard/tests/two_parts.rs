@@ -157,7 +157,7 @@ fn plans_are_for_two_parts_or_for_one() {
     let separate = regard::Problem { values: Values::Separate, ..problem.clone() };
     let allowed = "0, unless values are a prefix of the keys";
     expect(Plan::new(&separate, &machine).unwrap_err(), "rotary_dim", "32", allowed);
-    // GPUs have no kernels for it yet: it is refused.
+    // GPUs have no kernels for it yet, and say so.
     for name in ["h200", "a100", "m3-max"] {
         let error = Plan::new(&problem, &name.parse().unwrap()).unwrap_err();
         assert!(matches!(error, Error::Refused(_)), "{error}");

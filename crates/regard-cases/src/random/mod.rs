@@ -105,7 +105,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// The problems that passed, and the problems that were refused for a reason with this text.
+    /// The problems that passed, and those that were refused for a reason with this text.
     pub fn passed_or_refused(&self, text: &str) -> u64 {
         let refused = self.refused.iter().filter(|(reason, _)| reason.contains(text));
         self.passed + refused.map(|(_, count)| count).sum::<u64>()
