@@ -43,8 +43,8 @@ impl Cuda {
 /// The cases that try the modules for prefix groups.
 const PREFIX_CASES: &str = "--cases prefixes/";
 
-/// Modules that the search does not look for, each with the test that tries it: modules for another
-/// purpose than attention, and modules for prefix groups, which run beside a decode module.
+/// Modules that the search does not look for, each with what tries it: those for another purpose
+/// than attention, and those for prefix groups, which run beside a decode module.
 pub const OTHERS: [(&str, &str); 17] = [
     ("append", "--laws=append"),
     ("merge", "--laws=merge"),

@@ -96,7 +96,7 @@ fn groups() -> Vec<Spec> {
     specs
 }
 
-/// Groups with other features: each row keeps its own position.
+/// What else there is: each row keeps its own position.
 fn features() -> Vec<Spec> {
     let mask = |dtype, hide, broadcast| Some(MaskSpec { dtype, hide, broadcast });
     let base = || Spec { keys: PAGES, causal: true, ..Spec::new("") };
