@@ -35,7 +35,8 @@ def test_signatures():
     """Arguments in the documentation are those of the stub."""
     functions = {name: node for name, node in stubs(STUB.body).items() if isinstance(node, ast.FunctionDef)}
     functions["Plan"] = stubs(stubs(STUB.body)["Plan"].body)["__new__"]
-    functions["Plan.run"] = stubs(stubs(STUB.body)["Plan"].body)["run"]
+    for method in ("run", "schedule", "map_mask"):
+        functions[f"Plan.{method}"] = stubs(stubs(STUB.body)["Plan"].body)[method]
     for name, node in functions.items():
         found = eval(f"compiled.{name}")  # noqa: S307: names of this file
         documented = [p for p in inspect.signature(found).parameters if p != "self"]
