@@ -349,7 +349,7 @@ impl Plan {
         text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, \
         mask=None, \
         alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
-        cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
+        cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, rotary_k=None, \
         key_indices=None, key_counts=None, page_indices=None, page_list_lens=None, \
         page_numbers=None, second_k=None, second_v=None, second_k_scales=None, \
         second_v_scales=None, second_indices=None, second_counts=None, \
@@ -376,7 +376,7 @@ impl Plan {
         text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, \
         mask=None, \
         alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
-        cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
+        cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, rotary_k=None, \
         key_indices=None, key_counts=None, page_indices=None, page_list_lens=None, \
         page_numbers=None, second_k=None, second_v=None, second_k_scales=None, \
         second_v_scales=None, second_indices=None, second_counts=None, \

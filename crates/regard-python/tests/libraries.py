@@ -1,6 +1,8 @@
 """The array libraries that tests run with: how to make an array of each, and to read one back."""
 
+import ast
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,15 @@ def skip(reason, of_gpu=False):
     if of_gpu and CUDA_REQUIRED:
         pytest.fail(f"REGARD_CUDA_REQUIRED=1, but {reason}")
     pytest.skip(reason)
+
+
+def stub_arguments(file, name):
+    """The arguments of a function in one of the package's stubs; the last definition if it is overloaded."""
+    import regard
+
+    tree = ast.parse((Path(regard.__file__).parent / file).read_text())
+    (*_, node) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return {argument.arg for argument in node.args.args + node.args.kwonlyargs}
 
 
 def bfloat16():

@@ -4,6 +4,7 @@ import ast
 import inspect
 from pathlib import Path
 
+import libraries
 import regard
 import regard._regard as compiled
 
@@ -35,12 +36,20 @@ def test_signatures():
     """Arguments in the documentation are those of the stub."""
     functions = {name: node for name, node in stubs(STUB.body).items() if isinstance(node, ast.FunctionDef)}
     functions["Plan"] = stubs(stubs(STUB.body)["Plan"].body)["__new__"]
-    functions["Plan.run"] = stubs(stubs(STUB.body)["Plan"].body)["run"]
+    for method in ("run", "schedule", "map_mask"):
+        functions[f"Plan.{method}"] = stubs(stubs(STUB.body)["Plan"].body)[method]
     for name, node in functions.items():
         found = eval(f"compiled.{name}")  # noqa: S307: names of this file
         documented = [p for p in inspect.signature(found).parameters if p != "self"]
         typed = [argument.arg for argument in node.args.args + node.args.kwonlyargs if argument.arg not in ("self", "cls")]
         assert sorted(documented) == sorted(typed), name
+
+
+def test_the_operators_of_pytorch_take_what_the_functions_take():
+    """All but streams: the operators run on PyTorch's current one. `lse` is another operator's."""
+    for name in ("attention", "append", "append_latent", "merge", "copy_blocks"):
+        taken = libraries.stub_arguments("_regard.pyi", name) - {"stream"} - ({"lse"} if name == "attention" else set())
+        assert libraries.stub_arguments("torch.pyi", name) == taken, name
 
 
 def test_documentation():

@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import regard
 import regard.torch
+from regard.torch import _argument_error
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
@@ -74,6 +75,36 @@ def attention_mask(
     return sdpa_mask(batch_size, allow_is_causal_skip=False, **arguments, **options)
 
 
+# Arguments of transformers' models that change the result, and that only other implementations have.
+_NOT_TAKEN = {
+    "block_indices": "blocks of keys per query are in the mask for \"eager\" and \"sdpa\" only",
+    "cache": "paged caches of transformers' continuous batching are for its own implementations",
+    "sinks": "sinks per query are not computed, those per head are `s_aux`",
+}
+
+
+def _expect_taken(dropout, options):
+    if dropout:
+        raise _argument_error("dropout", dropout, "0, regard is for inference only")
+    for name, reason in _NOT_TAKEN.items():
+        if options.get(name) is not None:
+            raise _argument_error(name, "given", f"None, {reason}")
+
+
+def _unit_stride(x):
+    """x, copied if neighbours in its last dimension are not neighbours in memory (an expanded mask)."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _added(position_bias, attention_mask):
+    """What is added to scores: the bias, and -inf where the mask hides a key."""
+    if attention_mask is None:
+        return position_bias
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, position_bias, float("-inf"))
+    return position_bias + attention_mask
+
+
 def attention_forward(
     module,
     query,
@@ -86,25 +117,38 @@ def attention_forward(
     softcap=None,
     s_aux=None,
     is_causal=None,
+    position_bias=None,
+    indices=None,
     **options,
 ):
-    """transformers' attention function: query [B, Hq, Lq, D], key and value [B, Hkv, Lk, D]; the result is
-    [B, Lq, Hq, D], and None for the weights."""
-    if dropout:
-        raise regard.ArgumentError("`dropout` is {}; allowed: 0, regard is for inference only".format(dropout))
-    if options.get("position_bias") is not None:
-        raise regard.ArgumentError("`position_bias` is given; allowed: none")
+    """transformers' attention function: the result is [B, Lq, Hq, D], and None for the weights.
+
+    query, key, value: [B, Hq, Lq, D] and [B, Hkv, Lk, D].
+    attention_mask: [B, Hq, Lq, Lk], any of them 1: boolean (true where a key is seen) or added to scores. None:
+        with `is_causal` the queries are the last ones of the keys, and see `sliding_window` keys.
+    scaling: multiplies scores; 1 / sqrt(D) if None.
+    softcap: scores become cap * tanh(score / cap).
+    s_aux: [Hq]: one more logit in each head's denominator (sinks, gpt-oss).
+    position_bias: added to scores, of the shape of a mask (T5).
+    indices: integers [B, Lq, n]: the keys that each query attends to (DeepSeek sparse attention).
+
+    `ArgumentError` is raised for dropout, and for arguments that would change the result and are not taken.
+    """
+    _expect_taken(dropout, options)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     choices = dict(scale=scaling, softcap=softcap, sinks=None if s_aux is None else s_aux.float())
-    if attention_mask is not None:
-        choices["mask"] = attention_mask
-    elif is_causal:
+    if attention_mask is None and is_causal:
         choices["causal"] = True
         if sliding_window is not None:
             choices["window"] = (sliding_window - 1, None)
+    added = attention_mask if position_bias is None else _added(position_bias, attention_mask)
+    if added is not None:
+        choices["mask"] = _unit_stride(added)
+    if indices is not None:
+        choices["key_indices"] = indices.to(torch.int32).flatten(0, 1).unsqueeze(1)
     # A transposed view: the result is contiguous as [B, Lq, Hq, D], which the model wants next.
-    arguments = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    arguments = [_unit_stride(x).transpose(1, 2) for x in (query, key, value)]
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return regard.torch.attention(*arguments, **choices), None
     return regard.attention(*arguments, **choices), None
