@@ -155,7 +155,7 @@ fn current_stream(first: &Bound<'_, PyAny>, array: &Array, ordinal: i32) -> PyRe
             let current = py.import("cupy.cuda")?.call_method1("get_current_stream", (ordinal,))?;
             current.getattr("ptr")?.extract()
         }
-        // Other producers made this one wait for their work (`Array::of_dlpack`).
+        // Other producers made this one wait for their work (`Array::from_dlpack`).
         _ => Ok(array.stream.unwrap_or(1)),
     }
 }

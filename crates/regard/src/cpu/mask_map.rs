@@ -9,8 +9,8 @@ use crate::problem::{Inputs, Problem};
 use crate::tensor::Tensor;
 use crate::tile_map::{MapPlace, TileMap, max_map_bytes};
 
-/// Query tokens of a head per block of rows: as many rows as a register tile, at most. Larger
-/// blocks would compute more rows of which the mask hides all keys.
+/// Query tokens of a head per block of rows: as many rows as an AMX tile. Larger blocks would
+/// compute more rows of which the mask hides all keys.
 const BLOCK_ROWS: usize = 16;
 
 /// The map of the mask of these operands, if there is room for it.
