@@ -83,12 +83,16 @@ static void call_kernel() {
     append(*launch->append);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
-#elif defined(HOPPER)
+#elif defined(HOPPER) && !PREFIX
     prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
 #elif PREFIX
     if (launch->entry == EmulatedLaunch::SCHEDULE) return schedule(*launch->attention, *launch->prefix);
     if (launch->entry == EmulatedLaunch::MERGE_PREFIX) return merge_prefix(*launch->attention, *launch->prefix);
+#ifdef HOPPER
+    prefix(*launch->attention, *launch->prefix, launch->maps->key, launch->maps->value);
+#else
     prefix(*launch->attention, *launch->prefix);
+#endif
 #else
     prefill(*launch->attention, *launch->prefill AND_CACHE);
 #endif

@@ -170,5 +170,5 @@ for path in sorted(glob.glob("*/*.cu*", root_dir=KERNELS)):
         s = translate(s)
     s = s.replace("#pragma unroll", "//")
     s = re.sub(r"extern __shared__[^;]*;", "", s)
-    s = re.sub(r"__launch_bounds__\([^)]*\)", "", s)
+    s = re.sub(r"__(launch_bounds|maxnreg)__\([^)]*\)", "", s)
     open(f"{FOLDER}/{path}", "w").write(s)

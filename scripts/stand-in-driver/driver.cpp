@@ -84,6 +84,7 @@ void run(const Launch &launch) {
     if (function.emulated && is_of_prefix(entry)) {
         EmulatedLaunch emulated = {&launch.attention};
         emulated.prefix = &launch.prefix;
+        emulated.maps = &launch.maps;
         emulated.entry = entry == "schedule" ? EmulatedLaunch::SCHEDULE : entry == "prefix" ? EmulatedLaunch::PREFIX_ITEMS : EmulatedLaunch::MERGE_PREFIX;
         // Work items are taken in turn: fewer blocks take the same.
         emulated.blocks[0] = entry == "prefix" ? 3 : launch.blocks[0];
@@ -136,6 +137,10 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     if (is_of_prefix(entry)) {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.prefix = *(const PrefixParameters *)arguments[1];
+        if (entry == "prefix" && launch.function->by_maps) {
+            launch.maps.key = *(const TensorMap *)arguments[2];
+            launch.maps.value = *(const TensorMap *)arguments[3];
+        }
     }
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
@@ -272,7 +277,7 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_");
-    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, holds("_latent_"), holds("_lists"), find_emulated(name)};
+    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_latent_"), holds("_lists"), find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {

@@ -45,20 +45,24 @@ const PREFIX_CASES: &str = "--cases prefixes/";
 
 /// Modules that the search does not look for, each with what tries it: those for another purpose
 /// than attention, and those for prefix groups, which run beside a decode module.
-pub const OTHERS: [(&str, &str); 17] = [
+pub const OTHERS: [(&str, &str); 21] = [
     ("append", "--laws=append"),
     ("merge", "--laws=merge"),
     ("ceiling", "regard bench"),
+    ("prefix_f16_64_64_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_f16_64_64_plain_sm90", PREFIX_CASES),
     ("prefix_f16_64_64_plain_sm80", PREFIX_CASES),
     ("prefix_f16_64_64_fallback_sm80", PREFIX_CASES),
+    ("prefix_f16_128_128_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_f16_128_128_plain_sm90", PREFIX_CASES),
     ("prefix_f16_128_128_plain_sm80", PREFIX_CASES),
     ("prefix_f16_128_128_fallback_sm80", PREFIX_CASES),
     ("prefix_f16_256_256_fallback_sm80", PREFIX_CASES),
+    ("prefix_bf16_64_64_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_bf16_64_64_plain_sm90", PREFIX_CASES),
     ("prefix_bf16_64_64_plain_sm80", PREFIX_CASES),
     ("prefix_bf16_64_64_fallback_sm80", PREFIX_CASES),
+    ("prefix_bf16_128_128_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_bf16_128_128_plain_sm90", PREFIX_CASES),
     ("prefix_bf16_128_128_plain_sm80", PREFIX_CASES),
     ("prefix_bf16_128_128_fallback_sm80", PREFIX_CASES),

@@ -13,7 +13,9 @@ use super::{
 };
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
-use crate::params::{AttentionParameters, ListedParameters, PrefillParameters, TensorMaps};
+use crate::params::{
+    AttentionParameters, ListedParameters, PrefillParameters, TensorMap, TensorMaps,
+};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::tile_map::TileMap;
@@ -563,6 +565,8 @@ impl Run<'_> {
             unsafe { self.prefill(prefill, &call, prepared.tile_map)? };
         }
         let prefix = self.prefix_call();
+        let prefix_maps = prefix.as_ref().and_then(|call| call.maps);
+        let prefix_maps = prefix_maps.map(|maps| self.prefix_maps(&maps)).transpose()?;
         if let Some(call) = prefix.as_ref().filter(|_| !scheduled) {
             // SAFETY: passed on.
             unsafe { self.prefix(call, &call.schedule)? };
@@ -575,7 +579,7 @@ impl Run<'_> {
         if let Some(call) = &prefix {
             // SAFETY: passed on.
             unsafe {
-                self.prefix(call, &call.kernel)?;
+                self.prefix_items(call, prefix_maps.as_ref())?;
                 self.prefix(call, &call.merge)?;
             }
         }
@@ -689,6 +693,28 @@ impl Run<'_> {
         let mut arguments = [argument(&call.attention), argument(&call.parameters)];
         // SAFETY: the kernels read these; the caller has promised the rest.
         unsafe { self.launch(launch, &mut arguments) }
+    }
+
+    /// Queues the kernel over prefixes. `maps`: the tensor maps of keys and values, if it reads by
+    /// TMA.
+    unsafe fn prefix_items(
+        &self,
+        call: &PrefixCall,
+        maps: Option<&[TensorMap; 2]>,
+    ) -> Result<(), Error> {
+        let mut arguments = vec![argument(&call.attention), argument(&call.parameters)];
+        arguments.extend(maps.into_iter().flatten().map(argument));
+        // SAFETY: the kernel reads these; the caller has promised the rest.
+        unsafe { self.launch(&call.kernel, &mut arguments) }
+    }
+
+    /// Encodes the tensor maps of keys and values for the kernel over prefixes.
+    fn prefix_maps(&self, [keys, values]: &[Described; 2]) -> Result<[TensorMap; 2], Error> {
+        self.gpu.bind()?;
+        Ok([
+            driver::encode("k", self.problem.key_dtype, keys)?,
+            driver::encode("v", self.problem.value_dtype, values)?,
+        ])
     }
 
     /// Queues decode, and the kernel that combines partial states if there is one. `keys` describes

@@ -409,7 +409,7 @@ fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
 }
 
 /// Whether maxima stay maxima: some kernels take them before they multiply by the scale.
-fn keeps_order(scale: f32) -> bool {
+pub(super) fn keeps_order(scale: f32) -> bool {
     scale > 0.0 && scale.is_finite()
 }
 
@@ -435,7 +435,7 @@ fn maps(
 }
 
 /// Keys per TMA box of a kernel that takes at most `max_keys`: [`key_box`].
-fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
+pub(super) fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
     match problem.keys {
         KvStorage::Paged { block_size } => key_box(max_keys, Some(block_size)),
         KvStorage::Batched | KvStorage::Ragged => key_box(max_keys, None),
@@ -443,7 +443,7 @@ fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
 }
 
 /// Describes the tensor map of keys or values. A box of codes holds entire rows.
-fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
+pub(super) fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
     let described = Described::from_dims(tensor.address(), tensor, box_keys)?;
     if !tensor.dtype().is_code() {
         return Some(described);

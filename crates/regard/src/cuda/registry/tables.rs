@@ -90,7 +90,7 @@ impl Rows {
         let operands = self.operands(head_dim, value_dim, build);
         let architecture = match mainloop {
             Mainloop::Sm80 { .. } => Compute80,
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => Compute90a,
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => Compute90a,
         };
         let cache = Cache::Elements;
         let config = PrefillConfig { operands, cache, tile_rows, tile_keys, mainloop };
@@ -350,10 +350,13 @@ impl Rows {
         Module::new(Config::Prefix(config), module.architecture)
     }
 
-    /// The modules for prefix groups of a 16-bit type. Specialized modules come in two builds: only
-    /// that for Hopper and later runs beside decode.
-    const fn prefix_16_bit(&self) -> [Module; 7] {
+    /// The modules for prefix groups of a 16-bit type. Specialized modules come in three builds: for
+    /// Hopper; for later GPUs, where it runs beside decode; and for earlier ones. All have the same
+    /// tiles, because the layers of a step have one schedule.
+    const fn prefix_16_bit(&self) -> [Module; 9] {
         [
+            self.prefix(64, Specialized, tile(128, 64), Mainloop::Sm90Prefix).must_not_spill(),
+            self.prefix(128, Specialized, tile(128, 64), Mainloop::Sm90Prefix).must_not_spill(),
             self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)).for_hopper(),
             self.prefix(128, Specialized, tile(128, 64), sm80(32, 1, 2, 2)).for_hopper(),
             self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)),
@@ -421,7 +424,7 @@ impl Mainloop {
             Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, .. } => {
                 Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, small: true }
             }
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => self,
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => self,
         }
     }
 }
