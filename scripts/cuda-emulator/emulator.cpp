@@ -78,7 +78,11 @@ static void call_kernel() {
 #if TILE_ROWS > 8 && CACHE != 4 && !LISTS
     if (launch->combines) return combine(*launch->attention);
 #endif
+#if CACHE == 4
+    decode(CALL AND_CACHE, *launch->rotary);
+#else
     decode(CALL AND_CACHE);
+#endif
 #elif defined(APPEND)
     append(*launch->append);
 #elif defined(MASK_MAP)

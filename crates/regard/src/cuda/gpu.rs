@@ -708,10 +708,12 @@ impl Run<'_> {
         let mut arguments = [
             listed.as_ref().map_or(argument(&call.parameters), argument),
             map.as_ref().map_or(argument(&call.cache), argument),
+            argument(&call.rotary),
         ];
         let count = match decode.cache {
             Cache::Elements => 1,
             Cache::Latent if listed.is_some() => 1,
+            Cache::Any => 3,
             _ => 2,
         };
         let launch = Launch { module: call.module, ..decode.launch.with_ctas(call.ctas) };

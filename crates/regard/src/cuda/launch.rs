@@ -16,7 +16,7 @@ use crate::kernel_parameters::{
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, ListParameters, LoadKind, PrefillParameters, RowStrides,
+    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, PrefillParameters, RowStrides,
     RowTensor, StreamK, TileMap as MapParameters, Window,
 };
 use crate::plan::Plan;
@@ -46,6 +46,9 @@ pub(super) struct DecodeCall {
     pub parameters: AttentionParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
+    /// `rotary_k`, a further parameter of modules for caches in any format; null if keys are in one
+    /// tensor.
+    pub rotary: KvTensor,
     /// Lists of keys, if rows have them.
     pub lists: Option<ListParameters>,
 }
@@ -335,7 +338,8 @@ pub(super) fn decode_call(
         Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, ctas: schedule.ctas, parameters, cache, lists, combine }
+    let rotary = inputs.attention.rotary_k.as_ref().map(kv_tensor).unwrap_or_default();
+    DecodeCall { module, ctas: schedule.ctas, parameters, cache, rotary, lists, combine }
 }
 
 /// The prefill call for these operands.
