@@ -144,9 +144,9 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     }
 }
 
-// How keys and values are stored, and the tensor of key dims from the value dim on; null if keys are in one tensor.
+// How keys and values are stored, and the tensor of key dims from the value dim on; null if a launch has none.
 struct StoredCache : CacheParameters {
-    KvTensor rotary = {};
+    KvTensor rest = {};
 };
 
 // The row of a key, whose dims may be in two tensors.
@@ -154,11 +154,11 @@ inline void load_key(const AttentionParameters &p, const StoredCache &cache, con
     auto load = [&](const KvTensor &stored, int count, std::vector<float> &to) {
         load_stored(p, s, stored, cache.key_format, cache.key_scales, cache.key_scale_strides, key, kv_head, count, to);
     };
-    if (!cache.rotary.pointer) return load(p.keys, p.head_dim, to);
-    std::vector<float> rotary(p.head_dim - p.value_dim);
+    if (!cache.rest.pointer) return load(p.keys, p.head_dim, to);
+    std::vector<float> rest(p.head_dim - p.value_dim);
     load(p.keys, p.value_dim, to);
-    load(cache.rotary, p.head_dim - p.value_dim, rotary);
-    std::copy(rotary.begin(), rotary.end(), to.begin() + p.value_dim);
+    load(cache.rest, p.head_dim - p.value_dim, rest);
+    std::copy(rest.begin(), rest.end(), to.begin() + p.value_dim);
 }
 
 // A key that a row attends to: its number, from which its position follows, and what has its address.
@@ -178,7 +178,7 @@ inline Pools pools_of_second(const AttentionParameters &p, const StoredCache &ca
     Pools pools = {p, cache};
     pools.attention.keys = second.keys, pools.attention.values = second.values;
     pools.attention.blocks = second.blocks, pools.attention.block_size = second.block_size;
-    pools.cache.rotary = {};
+    pools.cache.rest = {};
     pools.cache.key_scales = second.key_scales, pools.cache.value_scales = second.value_scales;
     pools.cache.key_scale_strides = second.key_scale_strides, pools.cache.value_scale_strides = second.value_scale_strides;
     return pools;

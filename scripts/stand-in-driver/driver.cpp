@@ -18,7 +18,7 @@ struct Function {
     ElementType type;
     bool by_maps;   // whether it takes tensor maps
     bool has_cache; // whether it reads a cache that is not stored as queries are
-    bool has_any;   // whether that is of any format, and keys may be in two parts
+    bool has_any;   // whether that is of any format, and keys may be in two tensors
     bool is_latent; // whether it reads one tensor of keys and values, by a tensor map
     bool has_lists; // whether its rows have lists of keys
     Emulated emulated;
@@ -58,6 +58,7 @@ struct Launch {
     PrefillParameters prefill;
     PrefixParameters prefix;
     TensorMaps maps;
+    TensorMap rest_map;
     AppendParameters append;
     MergeParameters merge;
     Copy2D copy;
@@ -103,7 +104,8 @@ void run(const Launch &launch) {
         emulated.threads = launch.threads;
         emulated.shared_bytes = launch.shared_bytes;
         emulated.listed = &launch.listed;
-        emulated.rotary = &launch.cache.rotary;
+        emulated.rest = &launch.cache.rest;
+        emulated.rest_map = &launch.rest_map;
         emulate(function.emulated, emulated);
         return;
     }
@@ -141,11 +143,14 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     }
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[1]};
-    if (entry == "decode" && launch.function->has_any) launch.cache.rotary = *(const KvTensor *)arguments[2];
+    if (entry == "decode" && launch.function->has_any) launch.cache.rest = *(const KvTensor *)arguments[2];
     if (is_of_decode(entry) && launch.function->has_lists) launch.listed = *(const ListedParameters *)arguments[0];
+    if (entry == "decode" && launch.function->is_latent && launch.function->has_lists) launch.cache.rest = *(const KvTensor *)arguments[1];
     if (entry == "decode" && launch.function->is_latent && !launch.function->has_lists) {
         launch.maps.key = *(const TensorMap *)arguments[1];
-        if (!expect_latent(launch.attention, launch.maps.key)) return 1;
+        launch.rest_map = *(const TensorMap *)arguments[2];
+        launch.cache.rest = tensor_of(launch.rest_map);
+        if (!expect_latent(launch.attention, launch.maps.key, launch.rest_map)) return 1;
     }
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
