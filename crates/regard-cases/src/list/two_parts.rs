@@ -74,7 +74,7 @@ fn storage() -> Vec<Spec> {
     specs
 }
 
-/// The dims of DeepSeek's models in 16 bits, for which Hopper has a kernel: every tile of it, by TMA
+/// The dims of DeepSeek's models in 16 bits, for which Hopper has a kernel: every tile of it, TMA
 /// boxes of several sizes, and operands that it cannot read.
 fn latent() -> Vec<Spec> {
     let storage = [

@@ -16,8 +16,8 @@ use crate::kernel_parameters::{
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, PrefillParameters, RowStrides,
-    RowTensor, StreamK, TileMap as MapParameters, Window,
+    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, PrefillParameters,
+    RowStrides, RowTensor, StreamK, TileMap as MapParameters, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};

@@ -26,8 +26,7 @@ static __device__ __forceinline__ bool varies(const AttentionParameters &params,
     return strides.token != 0 || (params.block_size && strides.batch != 0);
 }
 
-// The offset of the first key of a tile's head in a tensor with a row per key, in elements: in the pool if paged, else of
-// the sequence.
+// The offset of a tile's head in a tensor with a row per key, in elements: in the pool if paged, else of the sequence.
 static __device__ __forceinline__ long long row_start(const AttentionParameters &params, const Tile &tile,
                                                       const RowStrides &strides) {
     long long at = tile.kv_head * strides.head;
