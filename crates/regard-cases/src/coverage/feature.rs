@@ -311,9 +311,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         | MaskF16 | MaskBf16 | MaskBroadcast => add_to_scores(feature, &mut spec),
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
-        CodeCache | BlockCache | FloatCache | KeyPrefix | TwoParts => {
-            add_cache(feature, &mut spec)
-        }
+        CodeCache | BlockCache | FloatCache | KeyPrefix | TwoParts => add_cache(feature, &mut spec),
         KeyLists | HeadLists | ListCounts | SlotLists | SecondLists | PageLists | PageNumbers => {
             add_to_lists(feature, &mut spec)
         }

@@ -36,8 +36,8 @@ static __device__ __forceinline__ long long row_start(const AttentionParameters 
 }
 
 // The offset of a key's row from there. `entry`: of the page table.
-template <class Worker> static __device__ __forceinline__ long long row_offset(const Worker &w, int key, int entry,
-                                                                               const RowStrides &strides) {
+template <class Worker>
+static __device__ __forceinline__ long long row_offset(const Worker &w, int key, int entry, const RowStrides &strides) {
     if (!w.params.block_size) return key * strides.token;
     return page_of(w.params, entry) * strides.batch + page_slot(w.params, key, w.entry_of(key)) * strides.token;
 }

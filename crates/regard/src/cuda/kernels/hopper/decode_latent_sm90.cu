@@ -32,8 +32,8 @@
 namespace latent {
 
 // `rest`: the dims of keys that are not values, which may be in a tensor of their own.
-template <class Rest> static __device__ __forceinline__ void
-run_cta(const AttentionParameters &params, const TensorMap &keys, const Rest &rest) {
+template <class Rest> static __device__ __forceinline__ void run_cta(const AttentionParameters &params,
+                                                                     const TensorMap &keys, const Rest &rest) {
     Shared &shared = *(Shared *)dynamic_shared;
     Exchange &exchange = *(Exchange *)(dynamic_shared + EXCHANGE_OFFSET);
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;

@@ -43,8 +43,7 @@ struct Gatherer {
             if (entry >= piece.key_start && entry < piece.key_end) listed = find_listed_key(params, tile, entry);
             bool present = listed.key >= 0;
             keys.present[half] = __ballot_sync(~0u, present);
-            keys.from[half] =
-                (const unsigned char *)(present ? find_address(tile, listed) : params.keys.pointer);
+            keys.from[half] = (const unsigned char *)(present ? find_address(tile, listed) : params.keys.pointer);
         }
         return keys;
     }
