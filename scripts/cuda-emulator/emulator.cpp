@@ -66,10 +66,10 @@ static void call_kernel() {
 #if defined(DECODE_LATENT)
     if (launch->combines) return combine(CALL);
 #if LISTS
-    decode(CALL);
+    decode(CALL, *launch->rest);
 #else
     if (launch->schedules) return schedule_ctas(*launch->attention);
-    decode(*launch->attention, launch->maps->key);
+    decode(*launch->attention, launch->maps->key, *launch->rest_map);
 #endif
 #elif defined(DECODE)
 #if !LISTS
@@ -78,7 +78,11 @@ static void call_kernel() {
 #if TILE_ROWS > 8 && CACHE != 4 && !LISTS
     if (launch->combines) return combine(*launch->attention);
 #endif
+#if CACHE == 4
+    decode(CALL AND_CACHE, *launch->rest);
+#else
     decode(CALL AND_CACHE);
+#endif
 #elif defined(APPEND)
     append(*launch->append);
 #elif defined(MASK_MAP)

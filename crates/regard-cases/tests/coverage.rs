@@ -121,6 +121,8 @@ fn fallback_modules_accept_everything() {
             | Feature::SecondLists
             | Feature::PageLists
             | Feature::PageNumbers => true,
+            // Keys in two parts are decoded by modules for caches in any format.
+            Feature::TwoParts => name.starts_with("prefill") || !name.contains("_any_"),
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,

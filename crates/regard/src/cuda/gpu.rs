@@ -1,12 +1,11 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
-use super::launch::{DecodeCall, DecodeContext, PrefillCall};
+use super::launch::{DecodeCall, DecodeContext, LatentMaps, PrefillCall};
 use super::mask_map;
 use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
-use super::tensor_map::Described;
 use super::{
     COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace,
     WORKSPACE_ALIGNMENT, Workspace, driver, launch,
@@ -571,10 +570,10 @@ impl Run<'_> {
             // SAFETY: passed on.
             unsafe { self.prefix(call, &call.schedule)? };
         }
-        if let Some((decode, keys)) = launch::choose_decode(problem, launches, inputs, outputs) {
+        if let Some((decode, maps)) = launch::choose_decode(problem, launches, inputs, outputs) {
             let call = self.decode_call(decode, prefix.as_ref(), scheduled);
             // SAFETY: passed on.
-            unsafe { self.decode(decode, &call, keys)? };
+            unsafe { self.decode(decode, &call, maps)? };
         }
         if let Some(call) = &prefix {
             // SAFETY: passed on.
@@ -717,28 +716,24 @@ impl Run<'_> {
         ])
     }
 
-    /// Queues decode, and the kernel that combines partial states if there is one. `keys` describes
-    /// the tensor map of a latent cache.
+    /// Queues decode, and the kernel that combines partial states if there is one. `maps` describes
+    /// the tensor maps of a latent cache.
     unsafe fn decode(
         &self,
         decode: &Decode,
         call: &DecodeCall,
-        keys: Option<Described>,
+        maps: Option<LatentMaps>,
     ) -> Result<(), Error> {
-        let encode = |keys| {
-            self.gpu.bind()?;
-            driver::encode("k", self.problem.key_dtype, &keys)
-        };
-        let map = keys.map(encode).transpose()?;
+        let maps = maps.map(|maps| self.latent_maps(&maps)).transpose()?;
         let listed = call.lists.map(|lists| ListedParameters { attention: call.parameters, lists });
-        let mut arguments = [
-            listed.as_ref().map_or(argument(&call.parameters), argument),
-            map.as_ref().map_or(argument(&call.cache), argument),
-        ];
-        let count = match decode.cache {
-            Cache::Elements => 1,
-            Cache::Latent if listed.is_some() => 1,
-            _ => 2,
+        let first = listed.as_ref().map_or(argument(&call.parameters), argument);
+        let (cache, rest) = (argument(&call.cache), argument(&call.rest));
+        let (mut arguments, count) = match (decode.cache, &maps) {
+            (Cache::Elements, _) => ([first; 3], 1),
+            (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
+            (Cache::Latent, None) => ([first, rest, rest], 2),
+            (Cache::Any, _) => ([first, cache, rest], 3),
+            (Cache::Bytes | Cache::Q8_0 | Cache::Q4_0, _) => ([first, cache, cache], 2),
         };
         let launch = Launch { module: call.module, ..decode.launch.with_ctas(call.ctas) };
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.
@@ -751,6 +746,15 @@ impl Run<'_> {
     unsafe fn launch(&self, launch: &Launch, arguments: &mut [*mut c_void]) -> Result<(), Error> {
         // SAFETY: passed on.
         unsafe { self.gpu.launch(self.gpu.function(launch)?, launch, arguments, self.stream) }
+    }
+
+    /// Encodes the tensor maps of a latent cache with the driver: of keys, and of their dims that
+    /// are not values.
+    fn latent_maps(&self, maps: &LatentMaps) -> Result<[TensorMap; 2], Error> {
+        let dtype = self.problem.key_dtype;
+        let rest = if self.problem.rotary_dim > 0 { "rotary_k" } else { "k" };
+        self.gpu.bind()?;
+        Ok([driver::encode("k", dtype, &maps.keys)?, driver::encode(rest, dtype, &maps.rest)?])
     }
 
     /// Encodes tensor maps with the driver.

@@ -16,8 +16,8 @@ use crate::kernel_parameters::{
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, ListParameters, LoadKind, PrefillParameters, RowStrides,
-    RowTensor, StreamK, TileMap as MapParameters, Window,
+    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, PrefillParameters,
+    RowStrides, RowTensor, StreamK, TileMap as MapParameters, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
@@ -46,6 +46,10 @@ pub(super) struct DecodeCall {
     pub parameters: AttentionParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
+    /// The dims of keys behind the value dims, if they are in a tensor of their own or the module
+    /// reads them apart: a further parameter of modules for caches in any format, and of those for
+    /// latent caches where rows have lists of keys.
+    pub rest: KvTensor,
     /// Lists of keys, if rows have them.
     pub lists: Option<ListParameters>,
 }
@@ -62,6 +66,15 @@ pub(super) struct PrefillCall<'a> {
     pub maps: Option<Maps>,
     /// The tile map of a mask that the kernel reads.
     pub tile_map: Option<TileMap>,
+}
+
+/// The tensor maps of a latent cache, before the driver encodes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LatentMaps {
+    /// Keys, of which the kernel reads the dims that are values.
+    pub keys: Described,
+    /// Their other dims, which may be in a tensor of their own.
+    pub rest: Described,
 }
 
 /// The tensor maps of a call, before the driver encodes them.
@@ -241,7 +254,7 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
     }
 }
 
-/// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys
+/// The decode launch of a plan: the kernel for latent caches, with the tensor maps of the keys
 /// unless rows have lists of them, if it can read and write the operands; else the fallback
 /// one.
 pub(super) fn choose_decode<'a>(
@@ -249,34 +262,56 @@ pub(super) fn choose_decode<'a>(
     launches: &'a Launches,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
-) -> Option<(&'a Decode, Option<Described>)> {
+) -> Option<(&'a Decode, Option<LatentMaps>)> {
     let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let latent = latent.and_then(|latent| {
         if problem.key_lists.is_some() {
             return copies_16_bytes(inputs).then_some((latent, None));
         }
-        let keys = describe_latent(problem, latent, inputs)?;
-        Some((latent, Some(keys)))
+        let maps = describe_latent(problem, latent, inputs)?;
+        Some((latent, Some(maps)))
     });
     latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
 }
 
-/// Whether queries and keys, of a second cache too, start at multiples of 16 bytes.
+/// Whether queries and keys, in both parts and of a second cache too, start at multiples of 16
+/// bytes.
 fn copies_16_bytes(inputs: &Inputs<DeviceMemory>) -> bool {
-    let second = inputs.attention.second_k;
-    [Some(&inputs.q), Some(&inputs.k), second.as_ref()].into_iter().flatten().all(reads_16_bytes)
+    let Inputs { q, k, attention, .. } = inputs;
+    let others = [&attention.rotary_k, &attention.second_k].into_iter().flatten();
+    [q, k].into_iter().chain(others).all(reads_16_bytes)
 }
 
-/// Describes the tensor map of a latent cache; `None` if TMA cannot read it, or queries do not
+/// Describes the tensor maps of a latent cache; `None` if TMA cannot read it, or queries do not
 /// start at multiples of 16 bytes.
 fn describe_latent(
     problem: &Problem,
     latent: &Decode,
     inputs: &Inputs<DeviceMemory>,
-) -> Option<Described> {
-    let keys = keys_per_box(problem, latent.unit_keys as usize)?;
-    let suits = problem.values == Values::KeyPrefix && reads_16_bytes(&inputs.q);
-    suits.then(|| Described::from_dims(inputs.k.address(), &inputs.k, keys)).flatten()
+) -> Option<LatentMaps> {
+    if problem.values != Values::KeyPrefix || !reads_16_bytes(&inputs.q) {
+        return None;
+    }
+    let box_keys = keys_per_box(problem, latent.unit_keys as usize)?;
+    let keys = describe(&inputs.k, box_keys)?;
+    let rest = match &inputs.attention.rotary_k {
+        Some(rotary) => describe(rotary, box_keys)?,
+        None => keys.without_first(problem.value_dim)?,
+    };
+    Some(LatentMaps { keys, rest })
+}
+
+/// The dims of keys behind the value dims, for modules that take them as a tensor of their own.
+fn rest_of_keys(problem: &Problem, decode: &Decode, inputs: &Inputs<DeviceMemory>) -> KvTensor {
+    match &inputs.attention.rotary_k {
+        Some(rotary) => kv_tensor(rotary),
+        None if decode.cache == Cache::Latent => {
+            let keys = kv_tensor(&inputs.k);
+            let value_bytes = problem.value_dim * problem.key_dtype.size();
+            KvTensor { pointer: keys.pointer + value_bytes as u64, ..keys }
+        }
+        None => KvTensor::default(),
+    }
 }
 
 /// The decode call for these operands.
@@ -335,7 +370,8 @@ pub(super) fn decode_call(
         Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, ctas: schedule.ctas, parameters, cache, lists, combine }
+    let rest = rest_of_keys(problem, decode, inputs);
+    DecodeCall { module, ctas: schedule.ctas, parameters, cache, rest, lists, combine }
 }
 
 /// The prefill call for these operands.

@@ -62,6 +62,7 @@ pub(super) fn leaves_room(problem: &Problem, facts: &CudaFacts) -> bool {
         && problem.dtype != DType::F32
         && problem.key_dtype == problem.dtype
         && problem.value_dtype == problem.dtype
+        && problem.rotary_dim == 0
 }
 
 /// How the kernels for prefix groups are launched.
@@ -196,6 +197,9 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     if problem.key_dtype != problem.dtype || problem.value_dtype != problem.dtype {
         let (keys, values) = (problem.key_dtype, problem.value_dtype);
         return Err(format!("no kernel reads prefixes in {keys} and {values}"));
+    }
+    if problem.rotary_dim > 0 {
+        return Err("keys are in two tensors".to_string());
     }
     let dims = format!("head dims {} and {}", problem.head_dim, problem.value_dim);
     let no_module = || format!("no kernel reads prefixes in {} of {dims} here", problem.dtype);

@@ -8,6 +8,7 @@ namespace latent {
 // A loader warp: copies the chunks of value warpgroup `index`, or the rest of K tiles.
 struct Gatherer {
     const AttentionParameters &params;
+    const KvTensor &rest; // the dims of keys that are not values
     Shared &shared;
     unsigned base; // of shared memory
     int index, lane;
@@ -17,6 +18,20 @@ struct Gatherer {
         const unsigned char *from[2];
         unsigned present[2]; // bit k: key k, or 32 + k, exists and is seen
     };
+
+    // The address of what this warp loads of a listed key.
+    __device__ __forceinline__ unsigned long long find_address(const Tile &tile, const ListedKey &listed) const {
+        if (index != VALUE_WARPGROUPS) return listed_key_address(params, tile, listed);
+        // Keys of a second cache are in one tensor.
+        if (listed.in_second) return listed_key_address(params, tile, listed) + VALUE_DIM * 2;
+        const RowStrides &strides = rest.strides;
+        long long at = tile.kv_head * strides.head + listed.place.token * strides.token;
+        if (params.block_size)
+            at += listed.place.batch * strides.batch;
+        else
+            at += params.cu_seqlens_k ? tile.seq.kv_start * strides.token : tile.sequence * strides.batch;
+        return rest.pointer + at * 2;
+    }
 
     __device__ __forceinline__ Keys find_keys(const Piece &piece, int key_tile) const {
         const Tile &tile = piece.tile;
@@ -28,8 +43,7 @@ struct Gatherer {
             if (entry >= piece.key_start && entry < piece.key_end) listed = find_listed_key(params, tile, entry);
             bool present = listed.key >= 0;
             keys.present[half] = __ballot_sync(~0u, present);
-            keys.from[half] =
-                (const unsigned char *)(present ? listed_key_address(params, tile, listed) : params.keys.pointer);
+            keys.from[half] = (const unsigned char *)(present ? find_address(tile, listed) : params.keys.pointer);
         }
         return keys;
     }
@@ -66,7 +80,7 @@ struct Gatherer {
             shared.present[rest.index] = (unsigned long long)keys.present[1] << 32 | keys.present[0];
             hopper::mbarrier_arrive(full);
         }
-        copy<REST_SUBTILES>(keys, VALUE_DIM / 64, base + REST_OFFSET + rest.index * REST_BYTES);
+        copy<REST_SUBTILES>(keys, 0, base + REST_OFFSET + rest.index * REST_BYTES);
         hopper::mbarrier_arrive_copies(full);
     }
 
