@@ -65,10 +65,12 @@ static const EmulatedLaunch *launch;
 static void call_kernel() {
 #if defined(DECODE_LATENT)
     if (launch->combines) return combine(CALL);
-#if LISTS
-    decode(CALL);
-#else
+#if !LISTS
     if (launch->schedules) return schedule_ctas(*launch->attention);
+#endif
+#if LISTS || CACHE
+    decode(CALL AND_CACHE);
+#else
     decode(*launch->attention, launch->maps->key);
 #endif
 #elif defined(DECODE)

@@ -244,11 +244,11 @@ static __device__ __forceinline__ void run_consumer(const AttentionParameters &p
                                                     Exchange &exchange, int warp, int lane) {
     Consumer common = {params, shared, exchange, shared_address(dynamic_shared), warp / 4, warp % 4, lane};
     if (warp >= SCORE_WARP) {
-        hopper::setmaxnreg_inc<SCORE_REGISTERS>();
+        set_registers<SCORE_REGISTERS>();
         RowScores rows = {common};
         run_scores(rows);
     } else {
-        hopper::setmaxnreg_inc<VALUE_REGISTERS>();
+        set_registers<VALUE_REGISTERS>();
         RowValues rows = {common};
         run_values(rows);
     }

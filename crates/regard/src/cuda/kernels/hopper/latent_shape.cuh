@@ -1,7 +1,7 @@
 // Shapes and shared memory of the decode kernel for latent caches, and the buffers between its warps.
 //
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES
-// (rows of `decode_latent_sm90` in cuda/registry/tables.rs).
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES, and
+// CACHE if keys are records of mla656 (rows of `decode_latent_sm90` in cuda/registry/tables.rs).
 #pragma once
 #include "common/arrival.cuh"
 #include "common/paging.cuh"
@@ -29,19 +29,35 @@ constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUB
 static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
     return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
 }
+// Whether keys are records of mla656, which the loaders convert.
+constexpr bool CONVERTS = CACHE_CLASS == CacheClass::Mla656;
 // A CTA's warps: of the value warpgroups, with 16 rows of a score warpgroup, the scheduler, and the loaders.
 constexpr bool HAS_SCORE_WARPGROUP = ROWS == 16;
 constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + (HAS_SCORE_WARPGROUP ? 4 : 0),
               LOADER_WARP = SCHEDULER_WARP + 1;
-constexpr int LOADERS = VALUE_WARPGROUPS + 1; // one for the chunks of each value warpgroup, one for the rest
+// One for the chunks of each value warpgroup, one for the rest; converters take chunks in turn.
+constexpr int PRODUCER_WARPS = CONVERTS && HAS_SCORE_WARPGROUP ? 8 : 4, LOADERS = PRODUCER_WARPS - 1;
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
 // The warps that load queries: those of the warpgroups that have scores.
 constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
-// of an SM.
-constexpr int VALUE_REGISTERS = HAS_SCORE_WARPGROUP ? 160 : 216, SCORE_REGISTERS = 136,
-              PRODUCER_REGISTERS = HAS_SCORE_WARPGROUP ? 56 : 72;
-static_assert(THREADS == CONSUMER_THREADS + 128, "the host reserves this much shared memory");
+// that the CTA has at launch.
+constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 216 : CONVERTS ? 88 : 160,
+              SCORE_REGISTERS = 136,
+              PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 72 : CONVERTS ? 80 : 56,
+              LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + HAS_SCORE_WARPGROUP * SCORE_REGISTERS) +
+                      32 * PRODUCER_WARPS * PRODUCER_REGISTERS <=
+                  THREADS * LAUNCH_REGISTERS,
+              "setmaxnreg would wait for ever");
+template <int COUNT> static __device__ __forceinline__ void set_registers() {
+    if constexpr (COUNT > LAUNCH_REGISTERS) {
+        hopper::setmaxnreg_inc<COUNT>();
+    } else {
+        hopper::setmaxnreg_dec<COUNT>();
+    }
+}
+static_assert(THREADS == CONSUMER_THREADS + 32 * PRODUCER_WARPS, "the host launches this many");
 static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM &&
                   (ROWS == 16 || ROWS == 64),
               "the only shapes that this kernel has");
@@ -51,11 +67,11 @@ static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 
 constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = 3, PROB_STAGES = 2;
 constexpr int PROB_BYTES = ROWS * KEYS * 2;
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
-// Keys of lists are copied by each of them.
-constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS;
-// Arrivals at the barriers of loaded stages: one with TMA, else one per thread of a warp, and one more of the thread
-// that stores which keys exist.
-constexpr int LOADED_ARRIVALS = LISTS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : 1,
+// Keys of lists are copied, and records are converted, by each of them.
+constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS && !CONVERTS;
+// Arrivals at the barriers of loaded stages: one with TMA and of converters, else one per thread of a warp, and one
+// more of the thread that stores which keys exist.
+constexpr int LOADED_ARRIVALS = LISTS && !CONVERTS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : CONVERTS ? 32 : 1,
               RELEASE_ARRIVALS = 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
