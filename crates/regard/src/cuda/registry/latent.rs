@@ -24,10 +24,15 @@ impl DecodeConfig {
         let Operands { head_dim, value_dim, .. } = self.operands;
         let rows = self.tile_rows / self.ctas_per_tile();
         let queries = rows * head_dim * 2;
-        // 64 rows keep their probabilities in the place of keys, and more numbers per row.
-        let (chunks, probabilities, numbers) =
-            if rows == 16 { (11, 2 * rows * 128, 3) } else { (8, 0, 6) };
-        let keys = 64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim));
+        // 64 rows keep their probabilities in the place of keys, and more numbers per row. 16 rows
+        // over records of `mla656` have probabilities for each chunk of values, and four scales
+        // per key.
+        let (chunks, probabilities, scales, numbers) = match (rows, self.cache) {
+            (16, Cache::Mla656) => (10, 4 * 2 * rows * 128, 3 * 64 * 16, 3),
+            (16, _) => (11, 2 * rows * 128, 0, 3),
+            _ => (8, 0, 0, 6),
+        };
+        let keys = 64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim)) + scales;
         let exchange = 512 + numbers * rows * 4;
         1024 + queries + keys + probabilities + exchange
     }

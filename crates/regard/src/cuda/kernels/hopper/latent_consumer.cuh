@@ -46,8 +46,8 @@ struct Consumer {
         return tile.at(i * VALUE_WARPGROUPS + warpgroup);
     }
 
-    // Waits for a chunk. A warpgroup with scores has waited for the K tile; every reader of loaded data must. wgmma needs
-    // a fence to read data of cp.async, and none to read data of TMA; converters have one of their own.
+    // Waits for a chunk. A warpgroup with scores has waited for the K tile; every reader of loaded data must. wgmma
+    // needs a fence to read data of cp.async, and none to read data of TMA; converters have one of their own.
     __device__ __forceinline__ void wait_chunk(const PipelineState<CHUNKS> &chunk) const {
         hopper::mbarrier_wait(shared_address(&shared.full[chunk.index]), chunk.phase);
         if (LISTS && !CONVERTS) hopper::fence_proxy_async();

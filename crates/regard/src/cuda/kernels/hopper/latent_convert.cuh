@@ -1,5 +1,5 @@
 // Loaders of the decode kernel for latent caches of mla656: a warp reads the codes of a chunk of a K tile into
-// registers, and writes code times scale, rounded to bf16, in the layout that TMA would write.
+// registers, and writes codes, or codes times scales, as bf16 in the layout that TMA would write.
 //
 // Loads hit L2: the records of a K tile are prefetched two K tiles ahead.
 #pragma once
@@ -28,19 +28,20 @@ static __device__ __forceinline__ unsigned widen_pair(unsigned codes) {
     return pair;
 }
 
-// Two codes times their scale.
+// Two codes as bf16, times their scale unless it multiplies products.
 static __device__ __forceinline__ unsigned scale_pair(unsigned codes, float scale) {
     typedef Element<ElementType::F16> Half;
     unsigned pair = widen_pair(codes);
-    return E::pack(__fmul_rn(Half::to_float((unsigned short)pair), scale),
-                   __fmul_rn(Half::to_float((unsigned short)(pair >> 16)), scale));
+    float low = Half::to_float((unsigned short)pair), high = Half::to_float((unsigned short)(pair >> 16));
+    if (!SCALES_PRODUCTS) low = __fmul_rn(low, scale), high = __fmul_rn(high, scale);
+    return E::pack(low, high);
 }
 
 // A loader warp: takes chunks of K tiles in turn with the others.
 struct Converter : KeyLoader {
-    static constexpr int PREFETCH = 2;                   // K tiles ahead
+    static constexpr int PREFETCH = 2;                    // K tiles ahead
     static constexpr int LOADS = KEYS * CHUNK_DIMS / 512; // of a lane per chunk, 16 codes each
-    static constexpr int BATCH = LOADS / 2;              // in flight: those of 32 keys
+    static constexpr int BATCH = LOADS / 2;               // in flight: those of 32 keys
     static_assert(BATCH == 8 && CHUNK_SUBTILES == 2, "four keys per load of a warp, eight lanes each");
 
     unsigned long long policy; // of L2
@@ -73,9 +74,8 @@ struct Converter : KeyLoader {
     // Begins to load 16 codes of keys 32 * half + 4 * i to 32 * half + 4 * i + 3.
     __device__ __forceinline__ void load(int half, int i) {
         int key = 4 * i + own_key();
-        const unsigned char *from =
-            (const unsigned char *)__shfl_sync(~0u, (unsigned long long)keys.from[half], key) +
-            (first_dim_of(chunk) + own_part() * 16);
+        const unsigned char *from = (const unsigned char *)__shfl_sync(~0u, (unsigned long long)keys.from[half], key) +
+                                    (first_dim_of(chunk) + own_part() * 16);
         codes[i] = load_codes(from, keys.present[half] >> key & 1);
     }
 
@@ -83,7 +83,7 @@ struct Converter : KeyLoader {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             to[half] = 0.0f;
-            if (keys.present[half] >> lane & 1)
+            if (!SCALES_PRODUCTS && keys.present[half] >> lane & 1)
                 to[half] = __ldcg((const float *)(keys.from[half] + SCALES_BYTE) + first_dim_of(chunk) / CHUNK_DIMS);
         }
     }
@@ -91,13 +91,13 @@ struct Converter : KeyLoader {
     // Converts what `load` has loaded. `to`: where this lane's first eight numbers of keys 0 to 3 go, in an even and in
     // an odd group of four keys.
     __device__ __forceinline__ void convert(int half, int i, const unsigned (&to)[2]) const {
-        float scale = __shfl_sync(~0u, scales[half], 4 * i + own_key());
+        float scale = SCALES_PRODUCTS ? 1.0f : __shfl_sync(~0u, scales[half], 4 * i + own_key());
         unsigned at = to[i % 2] + (32 * half + 4 * i) * 128;
         const uint4 &x = codes[i];
         st_shared_v4(at, make_uint4(scale_pair(x.x, scale), scale_pair(x.x >> 16, scale), scale_pair(x.y, scale),
                                     scale_pair(x.y >> 16, scale)));
-        st_shared_v4(at ^ 16, make_uint4(scale_pair(x.z, scale), scale_pair(x.z >> 16, scale),
-                                         scale_pair(x.w, scale), scale_pair(x.w >> 16, scale)));
+        st_shared_v4(at ^ 16, make_uint4(scale_pair(x.z, scale), scale_pair(x.z >> 16, scale), scale_pair(x.w, scale),
+                                         scale_pair(x.w >> 16, scale)));
     }
 
     __device__ __forceinline__ void next_tile() {

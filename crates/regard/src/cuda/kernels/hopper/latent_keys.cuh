@@ -77,6 +77,14 @@ struct KeyLoader {
         }
     }
 
+    // Copies the scales of the keys.
+    __device__ __forceinline__ void copy_scales(const Keys &keys, unsigned to) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            cp_async(to + (32 * half + lane) * 16, keys.from[half] + SCALES_BYTE,
+                     keys.present[half] >> lane & 1 ? 16 : 0);
+    }
+
     __device__ __forceinline__ void load_rest(const Keys &keys, const PipelineState<REST_STAGES> &rest) const {
         hopper::mbarrier_wait(shared_address(&shared.rest_empty[rest.index]), rest.phase ^ 1);
         unsigned full = shared_address(&shared.rest_full[rest.index]);
@@ -86,6 +94,7 @@ struct KeyLoader {
             hopper::mbarrier_arrive(full);
         }
 #endif
+        if (SCALES_PRODUCTS) copy_scales(keys, base + SCALES_OFFSET + rest.index * SCALE_BYTES);
         copy<REST_SUBTILES>(keys, CONVERTS ? ROTARY_BYTE : VALUE_DIM * 2, base + REST_OFFSET + rest.index * REST_BYTES);
         hopper::mbarrier_arrive_copies(full);
     }
