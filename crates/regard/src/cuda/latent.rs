@@ -120,12 +120,6 @@ fn cache_of(problem: &Problem) -> Option<Cache> {
     }
 }
 
-/// Whether scores must be those of keys that are not rounded. Tiles of 64 rows and more round the
-/// values of `mla656` to bf16, which is within the tolerance of outputs, and not of the log-sum-exp.
-fn needs_exact_scores(problem: &Problem) -> bool {
-    problem.key_dtype == DType::Mla656 && problem.lse
-}
-
 /// Whether a problem has what these modules are for: scores that are dot products times the scale,
 /// and pages that are multiples of a TMA box unless keys are copied or converted one by one.
 fn is_plain(problem: &Problem) -> bool {
@@ -152,7 +146,6 @@ fn find_module(
             && config.lists == problem.key_lists.is_some()
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
-            && (config.tile_rows == 16 || !needs_exact_scores(problem))
             && module.runs_on(facts.compute_capability)
             && config.latent_shared_bytes() <= facts.shared_bytes
     };
@@ -217,13 +210,10 @@ mod tests {
             let launch = latent.decode.launch;
             assert_eq!(launch.module, "decode_bf16_576_512_mla656_r16_plain_sm90");
             assert_eq!((launch.threads, launch.grid[0]), (640, 128));
-            // The log-sum-exp needs exact scores, which tiles of 16 rows have.
-            let tile = |lse| {
-                let problem = Problem { query_heads: 64, lse, ..records(DType::BF16, keys) };
-                select(&problem, &facts("h200")).unwrap().decode.tile_rows
-            };
-            assert_eq!([false, true].map(tile), [64, 16]);
-            // f16 cannot hold their values.
+            let many = Problem { query_heads: 128, ..records(DType::BF16, keys) };
+            let many = select(&many, &facts("h200")).unwrap().decode;
+            assert_eq!((many.launch.module, many.launch.grid[0]), (launch.module, 132));
+            // f16 cannot hold their rotary dims.
             assert!(select(&records(DType::F16, keys), &facts("h200")).is_none());
         }
     }

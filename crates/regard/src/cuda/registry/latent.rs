@@ -9,7 +9,7 @@ impl DecodeConfig {
     }
 
     /// Threads per CTA over latent caches: two value warpgroups, a producer's, and with 16 rows a
-    /// score warpgroup. With 16 rows, records of `mla656` have a second warpgroup to convert them.
+    /// score warpgroup. Records of `mla656` have a second one of producers, to convert them.
     pub const fn latent_threads(&self) -> usize {
         match (self.tile_rows, self.cache) {
             (16, Cache::Mla656) => 128 * 5,
@@ -24,9 +24,9 @@ impl DecodeConfig {
         let Operands { head_dim, value_dim, .. } = self.operands;
         let rows = self.tile_rows / self.ctas_per_tile();
         let queries = rows * head_dim * 2;
-        // 64 rows keep their probabilities in the place of keys, and more numbers per row. 16 rows
-        // over records of `mla656` have probabilities for each chunk of values, and four scales
-        // per key.
+        // 64 rows keep their probabilities in the place of keys, and more numbers per row. Over
+        // records of `mla656` there are probabilities for each chunk of values, and four scales per
+        // key.
         let (chunks, probabilities, scales, numbers) = match (rows, self.cache) {
             (16, Cache::Mla656) => (10, 4 * 2 * rows * 128, 3 * 64 * 16, 3),
             (16, _) => (11, 2 * rows * 128, 0, 3),

@@ -194,16 +194,21 @@ impl Rows {
         ]
     }
 
-    /// The decode modules of a 16-bit type for latent caches of a storage, on Hopper.
-    const fn decode_latent(&self, cache: Cache) -> [Module; 6] {
+    /// The decode modules of a 16-bit type for latent caches, on Hopper.
+    const fn decode_latent(&self) -> [Module; 6] {
         [
-            self.latent(cache, 16, false),
-            self.latent(cache, 64, false),
-            self.latent(cache, 128, false),
-            self.latent(cache, 16, true),
-            self.latent(cache, 64, true),
-            self.latent(cache, 128, true),
+            self.latent(Cache::Latent, 16, false),
+            self.latent(Cache::Latent, 64, false),
+            self.latent(Cache::Latent, 128, false),
+            self.latent(Cache::Latent, 16, true),
+            self.latent(Cache::Latent, 64, true),
+            self.latent(Cache::Latent, 128, true),
         ]
+    }
+
+    /// The same over records of `mla656`.
+    const fn decode_mla656(&self) -> [Module; 2] {
+        [self.latent(Cache::Mla656, 16, false), self.latent(Cache::Mla656, 16, true)]
     }
 
     /// The decode modules for caches in any format each under queries of any type, in f32.
@@ -437,8 +442,8 @@ const LISTS: [List; 31] = [
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
     base(&BF16.decode_lists()),
-    base(&F16.decode_latent(Cache::Latent)),
-    base(&BF16.decode_latent(Cache::Latent)),
+    base(&F16.decode_latent()),
+    base(&BF16.decode_latent()),
     base(&F32.decode_f32()),
     base(&F16.prefill_sm90()),
     base(&BF16.prefill_sm90()),
@@ -456,8 +461,8 @@ const LISTS: [List; 31] = [
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
-    // f16 cannot hold all codes times their scales, nor all rotary dims.
-    eight_bit(&BF16.decode_latent(Cache::Mla656)),
+    // f16 cannot hold all rotary dims.
+    eight_bit(&BF16.decode_mla656()),
     eight_bit(&F32.decode_any()),
     eight_bit(&F32.decode_any_lists()),
     eight_bit(&F16.prefill_bytes()),

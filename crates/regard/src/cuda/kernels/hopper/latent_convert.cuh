@@ -1,5 +1,5 @@
 // Loaders of the decode kernel for latent caches of mla656: a warp reads the codes of a chunk of a K tile into
-// registers, and writes codes, or codes times scales, as bf16 in the layout that TMA would write.
+// registers, and writes them as bf16, without their scales, in the layout that TMA would write.
 //
 // Loads hit L2: the records of a K tile are prefetched two K tiles ahead.
 #pragma once
@@ -28,13 +28,11 @@ static __device__ __forceinline__ unsigned widen_pair(unsigned codes) {
     return pair;
 }
 
-// Two codes as bf16, times their scale unless it multiplies products.
-static __device__ __forceinline__ unsigned scale_pair(unsigned codes, float scale) {
+// The same as bf16, in which they are exact too.
+static __device__ __forceinline__ unsigned convert_pair(unsigned codes) {
     typedef Element<ElementType::F16> Half;
     unsigned pair = widen_pair(codes);
-    float low = Half::to_float((unsigned short)pair), high = Half::to_float((unsigned short)(pair >> 16));
-    if (!SCALES_PRODUCTS) low = __fmul_rn(low, scale), high = __fmul_rn(high, scale);
-    return E::pack(low, high);
+    return E::pack(Half::to_float((unsigned short)pair), Half::to_float((unsigned short)(pair >> 16)));
 }
 
 // A loader warp: takes chunks of K tiles in turn with the others.
@@ -52,23 +50,19 @@ struct Converter : KeyLoader {
     PipelineState<REST_STAGES> rest;
     Keys keys;
     uint4 codes[BATCH];
-    float scales[2]; // of keys `lane` and 32 + `lane`
 
     // This lane's key among four, and its 16 codes among those of a key. Eight lanes that store at once have two keys
     // and one of two 64-dim columns, so that their stores have no bank conflicts.
     __device__ __forceinline__ int own_key() const { return lane / 16 * 2 + lane / 4 % 2; }
     __device__ __forceinline__ int own_part() const { return lane / 8 % 2 * 4 + lane % 4; }
 
-    // Asks for the records of a K tile. CTAs of a cluster, which need the same ones, ask for a part each.
+    // Asks for the records of a K tile.
     __device__ __forceinline__ void prefetch(const Piece &piece, int tile) const {
         if (tile >= piece.end_tile()) return;
         Keys ahead = find_keys(piece, tile);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            bool is_own = CTAS_PER_TILE == 1 || half == (int)blockIdx.x % CTAS_PER_TILE;
-            if (is_own && ahead.present[half] >> lane & 1)
-                hopper::bulk_prefetch(policy, ahead.from[half], RECORD_BYTES);
-        }
+        for (int half = 0; half < 2; half++)
+            if (ahead.present[half] >> lane & 1) hopper::bulk_prefetch(policy, ahead.from[half], RECORD_BYTES);
     }
 
     // Begins to load 16 codes of keys 32 * half + 4 * i to 32 * half + 4 * i + 3.
@@ -79,25 +73,15 @@ struct Converter : KeyLoader {
         codes[i] = load_codes(from, keys.present[half] >> key & 1);
     }
 
-    __device__ __forceinline__ void load_scales(float (&to)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            to[half] = 0.0f;
-            if (!SCALES_PRODUCTS && keys.present[half] >> lane & 1)
-                to[half] = __ldcg((const float *)(keys.from[half] + SCALES_BYTE) + first_dim_of(chunk) / CHUNK_DIMS);
-        }
-    }
-
     // Converts what `load` has loaded. `to`: where this lane's first eight numbers of keys 0 to 3 go, in an even and in
     // an odd group of four keys.
     __device__ __forceinline__ void convert(int half, int i, const unsigned (&to)[2]) const {
-        float scale = SCALES_PRODUCTS ? 1.0f : __shfl_sync(~0u, scales[half], 4 * i + own_key());
         unsigned at = to[i % 2] + (32 * half + 4 * i) * 128;
         const uint4 &x = codes[i];
-        st_shared_v4(at, make_uint4(scale_pair(x.x, scale), scale_pair(x.x >> 16, scale), scale_pair(x.y, scale),
-                                    scale_pair(x.y >> 16, scale)));
-        st_shared_v4(at ^ 16, make_uint4(scale_pair(x.z, scale), scale_pair(x.z >> 16, scale), scale_pair(x.w, scale),
-                                         scale_pair(x.w >> 16, scale)));
+        st_shared_v4(
+            at, make_uint4(convert_pair(x.x), convert_pair(x.x >> 16), convert_pair(x.y), convert_pair(x.y >> 16)));
+        st_shared_v4(at ^ 16, make_uint4(convert_pair(x.z), convert_pair(x.z >> 16), convert_pair(x.w),
+                                         convert_pair(x.w >> 16)));
     }
 
     __device__ __forceinline__ void next_tile() {
@@ -124,7 +108,6 @@ struct Converter : KeyLoader {
 
     // Converts the chunks of a piece that this warp takes, of which it has at least one.
     __device__ __forceinline__ void run_piece(const Piece &piece) {
-        load_scales(scales);
 #pragma unroll
         for (int i = 0; i < BATCH; i++) load(0, i);
         bool more;
@@ -143,8 +126,6 @@ struct Converter : KeyLoader {
                 load(1, i);
             }
             more = advance(piece);
-            float next_scales[2];
-            load_scales(next_scales);
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 convert(1, i, to);
@@ -153,7 +134,6 @@ struct Converter : KeyLoader {
             hopper::fence_proxy_async();
             __syncwarp();
             if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.full[stage.index]));
-            scales[0] = next_scales[0], scales[1] = next_scales[1];
         } while (more);
     }
 

@@ -94,7 +94,7 @@ struct KeyLoader {
             hopper::mbarrier_arrive(full);
         }
 #endif
-        if (SCALES_PRODUCTS) copy_scales(keys, base + SCALES_OFFSET + rest.index * SCALE_BYTES);
+        if (CONVERTS) copy_scales(keys, base + SCALES_OFFSET + rest.index * SCALE_BYTES);
         copy<REST_SUBTILES>(keys, CONVERTS ? ROTARY_BYTE : VALUE_DIM * 2, base + REST_OFFSET + rest.index * REST_BYTES);
         hopper::mbarrier_arrive_copies(full);
     }

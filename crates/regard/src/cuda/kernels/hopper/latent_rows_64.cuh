@@ -413,7 +413,7 @@ struct RowConsumer : Consumer {
 // Runs a consumer warp of the CTA: all pieces of work, one after another.
 static __device__ __forceinline__ void run_consumer(const AttentionParameters &params, Shared &shared,
                                                     Exchange &exchange, int warp, int lane) {
-    set_registers<VALUE_REGISTERS>();
+    hopper::setmaxnreg_inc<VALUE_REGISTERS>();
     Consumer common = {params, shared, exchange, shared_address(dynamic_shared), warp / 4, warp % 4, lane};
     RowConsumer rows = {common};
     grid_dependency_wait();

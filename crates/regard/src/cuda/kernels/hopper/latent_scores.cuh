@@ -12,7 +12,7 @@ struct ScoreWarpgroup : Consumer {
     PipelineState<PROB_STAGES> probs;
     unsigned factor_phase = 0;
     float scores[SCORES];
-    // SCALES_PRODUCTS: of the thread's two keys, one per chunk.
+    // CONVERTS: of the thread's two keys, one per chunk.
     float scales[2][TILE_CHUNKS];
 #if LISTS
     unsigned long long present; // keys of the K tile that exist and are seen
@@ -26,7 +26,7 @@ struct ScoreWarpgroup : Consumer {
         // Descriptors that were computed ahead of the loop would be spilled.
         unsigned base = opaque(this->base);
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
-        float products[SCALES_PRODUCTS ? TILE_CHUNKS : 1][SCORES]; // of each chunk
+        float products[CONVERTS ? TILE_CHUNKS : 1][SCORES]; // of each chunk
         hopper::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TILE_CHUNKS; i++) {
@@ -36,7 +36,7 @@ struct ScoreWarpgroup : Consumer {
 #pragma unroll
             for (int step = 0; step < CHUNK_DIMS / 16; step++) {
                 unsigned long long own = queries.k_major(first_dim_of(i) / 16 + step);
-                if constexpr (SCALES_PRODUCTS) {
+                if constexpr (CONVERTS) {
                     multiply(products[i], own, keys.k_major(step), step);
                 } else {
                     multiply(scores, own, keys.k_major(step), i + step);
@@ -47,11 +47,11 @@ struct ScoreWarpgroup : Consumer {
         SharedTile<KEYS> keys = {base + REST_OFFSET + rest.index * REST_BYTES};
 #pragma unroll
         for (int step = 0; step < REST_SUBTILES * 4; step++)
-            multiply(scores, queries.k_major(VALUE_DIM / 16 + step), keys.k_major(step), SCALES_PRODUCTS ? step : 1);
+            multiply(scores, queries.k_major(VALUE_DIM / 16 + step), keys.k_major(step), CONVERTS ? step : 1);
         hopper::wgmma_commit();
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(scores);
-        if constexpr (SCALES_PRODUCTS) {
+        if constexpr (CONVERTS) {
 #pragma unroll
             for (int i = 0; i < TILE_CHUNKS; i++) warpgroup_fence_operand(products[i]);
             load_scales();
@@ -106,7 +106,7 @@ struct ScoreWarpgroup : Consumer {
     __device__ __forceinline__ void store_pairs(unsigned to, int tile, int j, Store store) const {
         auto pair = [&](int i) {
             float low = scores[4 * j + i], high = scores[4 * j + i + 1];
-            if constexpr (SCALES_PRODUCTS) {
+            if constexpr (CONVERTS) {
                 float scale = scales[i / 2 % 2][tile];
                 low = __fmul_rn(low, scale), high = __fmul_rn(high, scale);
             }

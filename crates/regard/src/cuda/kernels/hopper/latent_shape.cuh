@@ -36,7 +36,7 @@ constexpr bool HAS_SCORE_WARPGROUP = ROWS == 16;
 constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + (HAS_SCORE_WARPGROUP ? 4 : 0),
               LOADER_WARP = SCHEDULER_WARP + 1;
 // One for the chunks of each value warpgroup, one for the rest; converters take chunks in turn.
-constexpr int PRODUCER_WARPS = CONVERTS && HAS_SCORE_WARPGROUP ? 8 : 4, LOADERS = PRODUCER_WARPS - 1;
+constexpr int PRODUCER_WARPS = CONVERTS ? 8 : 4, LOADERS = PRODUCER_WARPS - 1;
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
 // The warps that load queries: those of the warpgroups that have scores.
 constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
@@ -69,18 +69,18 @@ static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 
 // Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit. 64 rows leave their
 // probabilities in the rest of the K tile, which nothing reads after Q K^T.
 //
-// Records of mla656 have a scale per key and chunk. With 16 rows K tiles are codes, which are exact in bf16: scales
-// multiply the scores of each chunk, and probabilities, of which every chunk has its own. With 64 rows there are no
-// registers for that: K tiles are codes times scales, rounded to bf16.
-constexpr bool SCALES_PRODUCTS = CONVERTS && ROWS == 16;
+// Records of mla656 have a scale per key and chunk. K tiles are codes, which are exact in bf16: scales multiply the
+// scores of each chunk, and probabilities, of which every chunk has its own. (Codes times scales, rounded to bf16, have
+// scores that are too far off for the log-sum-exp, and for outputs if few keys have most of the weight.)
 constexpr int CHUNKS = ROWS == 64 ? 8 : CONVERTS ? 10 : 11, REST_STAGES = 3, PROB_STAGES = 2;
-constexpr int PROB_TILES = SCALES_PRODUCTS ? TILE_CHUNKS : 1; // of a stage
-constexpr int PROB_TILE_BYTES = ROWS * KEYS * 2, PROB_BYTES = PROB_TILES * PROB_TILE_BYTES;
+constexpr int PROB_TILES = CONVERTS ? TILE_CHUNKS : 1; // of a stage
+constexpr int PROB_BYTES = PROB_TILES * ROWS * KEYS * 2;
 // Scales of the keys of a K tile, which come with its rest.
-constexpr int SCALE_BYTES = SCALES_PRODUCTS ? KEYS * TILE_CHUNKS * 4 : 0;
+constexpr int SCALE_BYTES = CONVERTS ? KEYS * TILE_CHUNKS * 4 : 0;
+static_assert(!CONVERTS || TILE_ROWS == 16, "64 rows have no registers for products of each chunk");
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
-// Keys of lists are copied, and records are converted, by each of them.
-constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS && !CONVERTS;
+// Keys of lists are copied by each of them.
+constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS;
 // Arrivals at the barriers of loaded stages: one with TMA and of converters, else one per thread of a warp, and one
 // more of the thread that stores which keys exist.
 constexpr int LOADED_ARRIVALS = LISTS && !CONVERTS ? 32 : 1,
