@@ -212,7 +212,7 @@ mod tests {
             assert_eq!((launch.threads, launch.grid[0]), (640, 128));
             let many = Problem { query_heads: 128, ..records(DType::BF16, keys) };
             let many = select(&many, &facts("h200")).unwrap().decode;
-            assert_eq!((many.launch.module, many.launch.grid[0]), (launch.module, 132));
+            assert_eq!((many.launch.module, many.launch.grid[0]), (launch.module, 128));
             // f16 cannot hold their rotary dims.
             assert!(select(&records(DType::F16, keys), &facts("h200")).is_none());
         }
