@@ -65,10 +65,14 @@ static const EmulatedLaunch *launch;
 static void call_kernel() {
 #if defined(DECODE_LATENT)
     if (launch->combines) return combine(CALL);
-#if LISTS
+#if !LISTS
+    if (launch->schedules) return schedule_ctas(*launch->attention);
+#endif
+#if CACHE
+    decode(CALL AND_CACHE);
+#elif LISTS
     decode(CALL, *launch->rest);
 #else
-    if (launch->schedules) return schedule_ctas(*launch->attention);
     decode(*launch->attention, launch->maps->key, *launch->rest_map);
 #endif
 #elif defined(DECODE)

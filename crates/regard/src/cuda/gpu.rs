@@ -733,7 +733,9 @@ impl Run<'_> {
             (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
             (Cache::Latent, None) => ([first, rest, rest], 2),
             (Cache::Any, _) => ([first, cache, rest], 3),
-            (Cache::Bytes | Cache::Q8_0 | Cache::Q4_0, _) => ([first, cache, cache], 2),
+            (Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Mla656, _) => {
+                ([first, cache, cache], 2)
+            }
         };
         let launch = Launch { module: call.module, ..decode.launch.with_ctas(call.ctas) };
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.

@@ -203,7 +203,9 @@ fn decode_load_kind(
 ) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Latent => return load_kind(parameters, inputs, decode.exact_dims),
+        Cache::Elements | Cache::Latent | Cache::Mla656 => {
+            return load_kind(parameters, inputs, decode.exact_dims);
+        }
         // Keys and values are read value by value; this is about queries.
         Cache::Any if reads_16_bytes(&inputs.q) => return LoadKind::Chunks,
         Cache::Any => return LoadKind::Elements,
@@ -255,8 +257,8 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
 }
 
 /// The decode launch of a plan: the kernel for latent caches, with the tensor maps of the keys
-/// unless rows have lists of them, if it can read and write the operands; else the fallback
-/// one.
+/// unless it copies or converts them one by one, if it can read and write the operands; else the
+/// fallback one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
@@ -265,7 +267,7 @@ pub(super) fn choose_decode<'a>(
 ) -> Option<(&'a Decode, Option<LatentMaps>)> {
     let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let latent = latent.and_then(|latent| {
-        if problem.key_lists.is_some() {
+        if problem.key_lists.is_some() || latent.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((latent, None));
         }
         let maps = describe_latent(problem, latent, inputs)?;

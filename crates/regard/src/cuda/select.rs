@@ -118,9 +118,11 @@ fn with_latent(
         tile_keys: latent.unit_keys as usize,
         block_rows: latent.tile_rows as usize,
         reason: format!(
-            "values are the first dims of keys, and each K tile is loaded once; {} where operands \
-             are not aligned to 16 bytes, or have strides that TMA cannot read",
-            choice.kernel.name()
+            "values are the first dims of keys, and each K tile is {} once; {} where operands are \
+             not aligned to 16 bytes, or have strides that {} cannot read",
+            if latent.cache == Cache::Mla656 { "converted" } else { "loaded" },
+            choice.kernel.name(),
+            if latent.cache == Cache::Mla656 { "copies of 16 bytes" } else { "TMA" },
         ),
     };
     let keys = latent.unit_keys as usize;

@@ -4,6 +4,7 @@
 //! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
 //! nothing else of the crate.
 
+mod latent;
 mod name;
 mod prefill;
 mod tables;
@@ -129,6 +130,8 @@ pub enum Cache {
     Any,
     /// As elements, and values are the first dims of keys.
     Latent,
+    /// As records of `mla656`, whose first dims are the values.
+    Mla656,
 }
 
 impl Cache {
@@ -140,6 +143,7 @@ impl Cache {
             Cache::Q8_0 => 2,
             Cache::Q4_0 => 3,
             Cache::Any => 4,
+            Cache::Mla656 => 5,
         }
     }
 
@@ -152,13 +156,19 @@ impl Cache {
             Cache::Q4_0 => "q4_0_",
             Cache::Any => "any_",
             Cache::Latent => "latent_",
+            Cache::Mla656 => "mla656_",
         }
+    }
+
+    /// Whether values are the first dims of keys.
+    pub const fn is_latent(self) -> bool {
+        matches!(self, Cache::Latent | Cache::Mla656)
     }
 
     /// Whether shared memory holds codes, which are converted on the way into products.
     pub const fn has_codes(self) -> bool {
         match self {
-            Cache::Elements | Cache::Any | Cache::Latent => false,
+            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => false,
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 => true,
         }
     }
@@ -166,7 +176,7 @@ impl Cache {
     /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
     pub const fn block_bytes(self) -> Option<usize> {
         match self {
-            Cache::Elements | Cache::Any | Cache::Latent => None,
+            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => None,
             Cache::Bytes => Some(32),
             Cache::Q8_0 => Some(34),
             Cache::Q4_0 => Some(18),
@@ -418,38 +428,7 @@ impl DecodeConfig {
 
     /// The source that it is compiled from.
     pub const fn family(&self) -> Family {
-        match self.cache {
-            Cache::Latent => Family::DecodeLatent,
-            _ => Family::Decode,
-        }
-    }
-
-    /// CTAs that share a tile.
-    pub const fn ctas_per_tile(&self) -> usize {
-        match self.cache {
-            Cache::Latent if self.tile_rows > 64 => self.tile_rows / 64,
-            _ => 1,
-        }
-    }
-
-    /// Threads per CTA over latent caches: two value warpgroups, a producer's, and with 16 rows a
-    /// score warpgroup.
-    pub const fn latent_threads(&self) -> usize {
-        if self.tile_rows == 16 { 128 * 4 } else { 128 * 3 }
-    }
-
-    /// Dynamic shared memory per CTA over latent caches, in bytes; the kernel asserts its layout
-    /// against it.
-    pub const fn latent_shared_bytes(&self) -> usize {
-        let Operands { head_dim, value_dim, .. } = self.operands;
-        let rows = self.tile_rows / self.ctas_per_tile();
-        let queries = rows * head_dim * 2;
-        // 64 rows keep their probabilities in the place of keys, and more numbers per row.
-        let (chunks, probabilities, numbers) =
-            if rows == 16 { (11, 2 * rows * 128, 3) } else { (8, 0, 6) };
-        let keys = 64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim));
-        let exchange = 512 + numbers * rows * 4;
-        1024 + queries + keys + probabilities + exchange
+        if self.cache.is_latent() { Family::DecodeLatent } else { Family::Decode }
     }
 
     const fn name(&self, architecture: Architecture) -> Name {
@@ -475,11 +454,14 @@ impl DecodeConfig {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
                 defines.push(("CACHE", self.cache.number()));
             }
-            Cache::Latent => {
+            Cache::Latent | Cache::Mla656 => {
                 defines.push(("CTAS_PER_TILE", self.ctas_per_tile()));
                 defines.push(("THREADS", self.latent_threads()));
                 defines.push(("SHARED_BYTES", self.latent_shared_bytes()));
             }
+        }
+        if matches!(self.cache, Cache::Mla656) {
+            defines.push(("CACHE", self.cache.number()));
         }
         defines
     }
@@ -589,8 +571,8 @@ mod tests {
     #[test]
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
-            // Modules for latent caches fall back to the modules for elements.
-            if config.cache == Cache::Latent {
+            // Modules for latent caches fall back to the modules for elements, or for any format.
+            if config.cache.is_latent() {
                 continue;
             }
             let operands = Operands { build: Build::Fallback, ..config.operands };

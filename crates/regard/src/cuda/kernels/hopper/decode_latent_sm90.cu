@@ -14,12 +14,16 @@
 //
 // With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one.
 //
+// Over records of mla656 (CACHE), loaders convert codes to bf16, by lists or not.
+//
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
 // Caches whose tokens several devices take in turn: see common/problem.cuh.
 #define HAS_STRIDED_KEYS 1
 #include "hopper/latent_combine.cuh"
-#if LISTS
+#if CACHE
+#include "hopper/latent_convert.cuh"
+#elif LISTS
 #include "hopper/latent_gather.cuh"
 #endif
 #include "hopper/latent_loader.cuh"
@@ -59,7 +63,7 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
         for (int i = 0; i < VALUE_WARPGROUPS; i++) mbarrier_init(shared.products_done[i], 4);
         mbarrier_init(shared.max_full, 4);
         hopper::fence_mbarrier_init();
-#if !LISTS
+#if !LISTS && !CACHE
         hopper::prefetch_tensor_map(keys);
         hopper::prefetch_tensor_map(rest);
 #endif
@@ -92,8 +96,10 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
         if (warp == SCHEDULER_WARP) {
             run_scheduler(shared, {params, cta_range, first_sequence, is_scheduled(params)}, lane);
         } else {
-#if LISTS
-            Gatherer loader = {params, rest, shared, base, warp - LOADER_WARP, lane};
+#if CACHE
+            Converter loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
+#elif LISTS
+            Gatherer loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
 #else
             // Keys per box: a K tile's, or what these and pages are both made of.
             int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
@@ -111,18 +117,33 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 
 } // namespace latent
 
-#if LISTS
+#if CACHE
+// Modules for caches in another format have its parameters; the format of this one has no choices.
+#define CACHE_PARAMETER , const __grid_constant__ CacheParameters
+#else
+#define CACHE_PARAMETER
+#endif
 extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
+#if CACHE && LISTS
+    decode(const __grid_constant__ ListedParameters call CACHE_PARAMETER) {
+    latent::run_cta(call.attention, TensorMap(), KvTensor());
+}
+#elif CACHE
+    decode(const __grid_constant__ AttentionParameters params CACHE_PARAMETER) {
+    latent::run_cta(params, TensorMap(), KvTensor());
+}
+#elif LISTS
     decode(const __grid_constant__ ListedParameters call, const __grid_constant__ KvTensor rest) {
     latent::run_cta(call.attention, TensorMap(), rest);
 }
 #else
-extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ TensorMap keys,
            const __grid_constant__ TensorMap rest) {
     latent::run_cta(params, keys, rest);
 }
+#endif
 
+#if !LISTS
 extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     schedule_ctas(const __grid_constant__ AttentionParameters params) {
     write_schedule(params);
