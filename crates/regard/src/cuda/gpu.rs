@@ -6,6 +6,7 @@ use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
+use super::tensor_map::Described;
 use super::{
     COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace,
     WORKSPACE_ALIGNMENT, Workspace, driver, launch,
