@@ -4,8 +4,8 @@
 //! prefixes (once per step where the engine asks for it: `Gpu::schedule`); decode attends to the
 //! keys that each sequence has of its own; `prefix` attends to the prefixes, the rows of all
 //! members together; `merge_prefix` merges what both have left. From Hopper on a CTA of `prefix`
-//! starts where those of decode have left room for it. After Hopper that is at once where a plan has
-//! few groups (`leaves_room`): one kernel waits for memory while the other multiplies.
+//! starts where those of decode have left room for it. After Hopper that is at once where a plan
+//! has few groups (`leaves_room`): one kernel waits for memory while the other multiplies.
 
 use super::registry::{self, Build, Cache, Element, PrefillConfig};
 use super::work::page_aligned_16;

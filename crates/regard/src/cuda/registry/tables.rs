@@ -355,9 +355,9 @@ impl Rows {
         Module::new(Config::Prefix(config), module.architecture)
     }
 
-    /// The modules for prefix groups of a 16-bit type. Specialized modules come in three builds: for
-    /// Hopper; for later GPUs, where it runs beside decode; and for earlier ones. All have the same
-    /// tiles, because the layers of a step have one schedule.
+    /// The modules for prefix groups of a 16-bit type. Specialized modules come in three builds:
+    /// for Hopper; for later GPUs, where it runs beside decode; and for earlier ones. All have the
+    /// same tiles, because the layers of a step have one schedule.
     const fn prefix_16_bit(&self) -> [Module; 9] {
         [
             self.prefix(64, Specialized, tile(128, 64), Mainloop::Sm90Prefix).must_not_spill(),
