@@ -7,9 +7,9 @@ use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
 use super::tensor_map::Described;
+use super::workspace::check_workspace;
 use super::{
-    COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace,
-    WORKSPACE_ALIGNMENT, Workspace, driver, launch,
+    Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace, Workspace, driver, launch,
 };
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
@@ -782,23 +782,4 @@ impl fmt::Debug for Gpu {
 /// A struct of parameters as launches take them.
 pub(super) fn argument<T: Copy>(parameters: &T) -> *mut c_void {
     std::ptr::from_ref(parameters).cast_mut().cast()
-}
-
-/// The workspace is large enough, aligned, and apart from every operand.
-fn check_workspace(
-    plan: &Plan,
-    RawWorkspace { address, bytes }: RawWorkspace,
-    inputs: &Inputs<DeviceMemory>,
-    outputs: &Outputs<DeviceMemory>,
-) -> Result<(), Error> {
-    if bytes < plan.workspace_bytes() {
-        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-        return Err(Error::argument("workspace", format!("{bytes} bytes long"), allowed));
-    }
-    if !address.is_multiple_of(WORKSPACE_ALIGNMENT) {
-        let allowed = format!("a multiple of {WORKSPACE_ALIGNMENT}");
-        return Err(Error::argument("workspace", format!("at {address:#x}"), allowed));
-    }
-    let used = plan.workspace_bytes().max(COUNTER_BYTES.min(bytes));
-    outputs.check_workspace(inputs, address as usize, used)
 }
