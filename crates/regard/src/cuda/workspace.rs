@@ -1,6 +1,6 @@
 //! The workspace: device memory for counters, partial states and tile maps.
 
-use super::{COUNTER_BYTES, DeviceMemory, RawWorkspace, WORKSPACE_ALIGNMENT, driver};
+use super::{COUNTER_BYTES, DeviceMemory, WORKSPACE_ALIGNMENT, driver};
 use crate::error::Error;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs};
