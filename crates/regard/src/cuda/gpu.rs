@@ -243,8 +243,8 @@ impl Gpu {
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's context. The workspace is device memory of at least its
-    /// `bytes`, its first [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else
-    /// uses it until the run is done, nor does anything write the operands.
+    /// `bytes`, its first [`COUNTER_BYTES`](super::COUNTER_BYTES) are zero (every run leaves them
+    /// so), and nothing else uses it until the run is done, nor does anything write the operands.
     pub unsafe fn run_raw(
         &self,
         plan: &Plan,
