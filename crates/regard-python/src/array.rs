@@ -301,6 +301,11 @@ impl Array {
         let options = PyDict::new(py);
         if let Place::Cuda(_) = Place::from_device(dlpack::Device { kind: device.0, id: device.1 })
         {
+            // JAX's export waits for kernels, but not for a transfer from the host that is under
+            // way: 3 of 300 merges of new arrays read memory that had not arrived (JAX 0.11).
+            if framework == Framework::Jax {
+                object.call_method0(intern!(py, "block_until_ready"))?;
+            }
             // PyTorch's work is on its current stream, where regard's will be. Others make the
             // legacy default stream wait for theirs; regard then runs on that one.
             let stream = if framework == Framework::Torch { -1 } else { 1 };
