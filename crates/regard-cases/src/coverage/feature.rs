@@ -563,6 +563,7 @@ fn add_cache(feature: Feature, spec: &mut Spec) -> bool {
         spec.values = Values::KeyPrefix;
         if feature == Feature::TwoParts {
             spec.rotary_dim = spec.head_dim.saturating_sub(spec.value_dim);
+            return spec.rotary_dim > 0 && !one_pool;
         }
         return spec.value_dim <= spec.head_dim && !one_pool;
     }
