@@ -40,12 +40,12 @@ compile() {
     [ "$source" = append.cu ] && kind=-DAPPEND
     [ "$source" = decode.cu ] && kind=-DDECODE
     [ "$source" = decode_latent_sm90.cu ] && kind=-DDECODE_LATENT
-    case "$source" in prefill_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
+    case "$source" in prefill_sm90* | prefix_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
     g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC -I"$folder/source" ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"
 }
 export -f compile
 export folder
-cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|mask_map|append)/' | grep -E "^($modules) " |
+cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|prefix_|mask_map|append)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
 # One run a part, as many at once as there are cores: the emulation is one thread.

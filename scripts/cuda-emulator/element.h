@@ -84,6 +84,16 @@ template <> struct Element<ElementType::F32> {
         emu_mma<1>(sum, a, b0, b1, [](unsigned x, int) { return __uint_as_float(x & 0xffffe000u); });
     }
 };
+// Two codes of e4m3 as f16.
+static inline unsigned emu_e4m3x2(unsigned codes) {
+    auto half = [&](int h) {
+        int code = codes >> (8 * h) & 255, exponent = code >> 3 & 15, mantissa = code & 7;
+        float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+        if ((code & 127) == 127) return 0x7fffu;
+        return (unsigned)emu_f2h(code & 128 ? -x : x);
+    };
+    return half(0) | half(1) << 16;
+}
 // a * b + c of two numbers a register.
 template <ElementType TYPE> static inline unsigned emu_pairs(unsigned a, unsigned b, unsigned c) {
     auto half = [&](int h) {

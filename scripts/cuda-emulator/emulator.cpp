@@ -65,11 +65,15 @@ static const EmulatedLaunch *launch;
 static void call_kernel() {
 #if defined(DECODE_LATENT)
     if (launch->combines) return combine(CALL);
-#if LISTS
-    decode(CALL);
-#else
+#if !LISTS
     if (launch->schedules) return schedule_ctas(*launch->attention);
-    decode(*launch->attention, launch->maps->key);
+#endif
+#if CACHE
+    decode(CALL AND_CACHE);
+#elif LISTS
+    decode(CALL, *launch->rest);
+#else
+    decode(*launch->attention, launch->maps->key, *launch->rest_map);
 #endif
 #elif defined(DECODE)
 #if !LISTS
@@ -78,17 +82,25 @@ static void call_kernel() {
 #if TILE_ROWS > 8 && CACHE != 4 && !LISTS
     if (launch->combines) return combine(*launch->attention);
 #endif
+#if CACHE == 4
+    decode(CALL AND_CACHE, *launch->rest);
+#else
     decode(CALL AND_CACHE);
+#endif
 #elif defined(APPEND)
     append(*launch->append);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
-#elif defined(HOPPER)
+#elif defined(HOPPER) && !PREFIX
     prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
 #elif PREFIX
     if (launch->entry == EmulatedLaunch::SCHEDULE) return schedule(*launch->attention, *launch->prefix);
     if (launch->entry == EmulatedLaunch::MERGE_PREFIX) return merge_prefix(*launch->attention, *launch->prefix);
+#ifdef HOPPER
+    prefix(*launch->attention, *launch->prefix, launch->maps->key, launch->maps->value);
+#else
     prefix(*launch->attention, *launch->prefix);
+#endif
 #else
     prefill(*launch->attention, *launch->prefill AND_CACHE);
 #endif

@@ -108,6 +108,9 @@ static inline void tma_store(const TensorMap &map, unsigned from, const TmaCoord
         }
 }
 static inline void bulk_store(void *to, unsigned from, int bytes) { memcpy(to, emu_at(from, bytes), bytes); }
+static inline void bulk_prefetch(unsigned long long, const void *from, int bytes) {
+    if ((uintptr_t)from % 16 || bytes % 16) abort();
+}
 static inline void tma_store_commit() {}
 static inline void tma_store_wait() {}
 static inline void tma_store_finish() {}

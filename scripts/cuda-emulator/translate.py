@@ -85,7 +85,11 @@ ASSEMBLY = [
     ("sub.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[1]}, 0xbc00bc00, {i[0]});"),
     ("fma.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, {i[2]});"),
     ("fma.rn.bf16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::BF16>({i[0]}, {i[1]}, {i[2]});"),
-    ("cvt.rn.f16x2.e4m3x2", lambda o, i: "abort(); // of architectures that are not emulated"),
+    ("cvt.rn.f16x2.e4m3x2", lambda o, i: f"{o[0]} = emu_e4m3x2({i[0]});"),
+    (
+        "@present ld.global",
+        lambda o, i: f"if ({i[1]}) {{ {vector('global', 'unsigned', 4, i[0])}" + "".join(f" {o[n]} = q_[{n}];" for n in range(4)) + " }",
+    ),
     ("ld.global.ca.b32", lambda o, i: f"{o[0]} = 0;"),
     ("prefetch.global.L2", lambda o, i: ";"),
     ("red.release", lambda o, i: f"atomicAdd((unsigned *)({i[0]}), 1u);"),
@@ -170,5 +174,5 @@ for path in sorted(glob.glob("*/*.cu*", root_dir=KERNELS)):
         s = translate(s)
     s = s.replace("#pragma unroll", "//")
     s = re.sub(r"extern __shared__[^;]*;", "", s)
-    s = re.sub(r"__launch_bounds__\([^)]*\)", "", s)
+    s = re.sub(r"__(launch_bounds|maxnreg)__\([^)]*\)", "", s)
     open(f"{FOLDER}/{path}", "w").write(s)

@@ -144,6 +144,23 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     }
 }
 
+// How keys and values are stored, and the tensor of key dims from the value dim on; null if a launch has none.
+struct StoredCache : CacheParameters {
+    KvTensor rest = {};
+};
+
+// The row of a key, whose dims may be in two tensors.
+inline void load_key(const AttentionParameters &p, const StoredCache &cache, const Sequence &s, long long key, int kv_head, std::vector<float> &to) {
+    auto load = [&](const KvTensor &stored, int count, std::vector<float> &to) {
+        load_stored(p, s, stored, cache.key_format, cache.key_scales, cache.key_scale_strides, key, kv_head, count, to);
+    };
+    if (!cache.rest.pointer) return load(p.keys, p.head_dim, to);
+    std::vector<float> rest(p.head_dim - p.value_dim);
+    load(p.keys, p.value_dim, to);
+    load(cache.rest, p.head_dim - p.value_dim, rest);
+    std::copy(rest.begin(), rest.end(), to.begin() + p.value_dim);
+}
+
 // A key that a row attends to: its number, from which its position follows, and what has its address.
 struct RowKey {
     long long key, address;
@@ -153,21 +170,22 @@ struct RowKey {
 // The pools of keys and values.
 struct Pools {
     AttentionParameters attention;
-    CacheParameters cache;
+    StoredCache cache;
 };
 
 // A call that reads the second cache in place of the first.
-inline Pools pools_of_second(const AttentionParameters &p, const CacheParameters &cache, const SecondCache &second) {
+inline Pools pools_of_second(const AttentionParameters &p, const StoredCache &cache, const SecondCache &second) {
     Pools pools = {p, cache};
     pools.attention.keys = second.keys, pools.attention.values = second.values;
     pools.attention.blocks = second.blocks, pools.attention.block_size = second.block_size;
+    pools.cache.rest = {};
     pools.cache.key_scales = second.key_scales, pools.cache.value_scales = second.value_scales;
     pools.cache.key_scale_strides = second.key_scale_strides, pools.cache.value_scale_strides = second.value_scale_strides;
     return pools;
 }
 
 // The score of a key, minus infinity where it is hidden. `row` has room for the key.
-inline double score_of(const AttentionParameters &p, const CacheParameters &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
+inline double score_of(const AttentionParameters &p, const StoredCache &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
                        std::vector<float> &row, RowKey row_key) {
     const long long key = row_key.key;
     long long new_token = key - ((long long)s.kv_len - s.q_len);
@@ -177,7 +195,7 @@ inline double score_of(const AttentionParameters &p, const CacheParameters &cach
     }
     long long mask = s.index * p.mask_strides.batch + head * p.mask_strides.head + token * p.mask_strides.row + key * p.mask_strides.key;
     if (p.mask_kind == MaskKind::Bool && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
-    load_stored(p, s, p.keys, cache.key_format, cache.key_scales, cache.key_scale_strides, row_key.address, head / p.group, p.head_dim, row);
+    load_key(p, cache, s, row_key.address, head / p.group, row);
     // Sixteen sums, so that the compiler can keep them in vectors. Rows are read in full: `query` and `row` are padded with zeros.
     double sums[LANES] = {}, score = 0;
     for (size_t i = 0; i < query.size(); i += LANES) {
@@ -246,7 +264,7 @@ inline std::vector<RowKey> keys_of(const AttentionParameters &p, const Sequence 
     return keys;
 }
 
-inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, const Sequence &s, const ListParameters *lists,
+inline void attend_row(const AttentionParameters &p, const StoredCache &cache, const PrefillParameters &t, const Sequence &s, const ListParameters *lists,
                        int token, int head) {
     ElementType type = cache.query_type;
     long long position = s.offset + token, place = s.q_start + token;
@@ -273,7 +291,7 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
     for (RowKey key : keys) {
         MapKind tile = tile_of(t, s, token, head, key.key);
         const AttentionParameters &of_key = key.in_second ? second_cache.attention : tile == MapKind::Full ? unmasked : p;
-        const CacheParameters &stored = key.in_second ? second_cache.cache : cache;
+        const StoredCache &stored = key.in_second ? second_cache.cache : cache;
         scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(of_key, stored, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
@@ -295,15 +313,15 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
 }
 
 // Keys and values as elements of the queries' type.
-inline CacheParameters elements_of(ElementType type) {
-    CacheParameters cache = {};
+inline StoredCache elements_of(ElementType type) {
+    StoredCache cache = {};
     cache.key_format = cache.value_format = (CacheFormat)(int)type;
     cache.query_type = type;
     return cache;
 }
 
 // The rows of all sequences of so many tokens.
-inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, long long least, long long most,
+inline void attend(const AttentionParameters &p, const StoredCache &cache, const PrefillParameters &t, long long least, long long most,
                    const ListParameters *lists = nullptr) {
     // With lists `batch` counts rows.
     const int sequences = lists ? lists->sequences : p.batch;

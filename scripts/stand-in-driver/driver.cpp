@@ -19,6 +19,7 @@ struct Function {
     ElementType type;
     bool by_maps;   // whether it takes tensor maps
     bool has_cache; // whether it reads a cache that is not stored as queries are
+    bool has_any;   // whether that is of any format, and keys may be in two tensors
     bool is_latent; // whether it reads one tensor of keys and values, by a tensor map
     bool has_lists; // whether its rows have lists of keys
     Emulated emulated;
@@ -28,6 +29,7 @@ struct Module {
     ElementType type;
     bool by_maps;
     bool has_cache;
+    bool has_any;
     bool is_latent;
     bool has_lists;
     Emulated emulated;
@@ -53,10 +55,11 @@ struct Launch {
     unsigned blocks[2], threads, shared_bytes;
     AttentionParameters attention;
     ListedParameters listed;
-    CacheParameters cache;
+    StoredCache cache;
     PrefillParameters prefill;
     PrefixParameters prefix;
     TensorMaps maps;
+    TensorMap rest_map;
     AppendParameters append;
     MergeParameters merge;
     Copy2D copy;
@@ -84,6 +87,7 @@ void run(const Launch &launch) {
     if (function.emulated && is_of_prefix(entry)) {
         EmulatedLaunch emulated = {&launch.attention};
         emulated.prefix = &launch.prefix;
+        emulated.maps = &launch.maps;
         emulated.entry = entry == "schedule" ? EmulatedLaunch::SCHEDULE : entry == "prefix" ? EmulatedLaunch::PREFIX_ITEMS : EmulatedLaunch::MERGE_PREFIX;
         // Work items are taken in turn: fewer blocks take the same.
         emulated.blocks[0] = entry == "prefix" ? 3 : launch.blocks[0];
@@ -102,6 +106,8 @@ void run(const Launch &launch) {
         emulated.threads = launch.threads;
         emulated.shared_bytes = launch.shared_bytes;
         emulated.listed = &launch.listed;
+        emulated.rest = &launch.cache.rest;
+        emulated.rest_map = &launch.rest_map;
         emulate(function.emulated, emulated);
         return;
     }
@@ -136,17 +142,25 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     if (is_of_prefix(entry)) {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.prefix = *(const PrefixParameters *)arguments[1];
+        if (entry == "prefix" && launch.function->by_maps) {
+            launch.maps.key = *(const TensorMap *)arguments[2];
+            launch.maps.value = *(const TensorMap *)arguments[3];
+        }
     }
     launch.cache = elements_of(launch.function->type);
-    if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
+    if (entry == "decode" && launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[1]};
+    if (entry == "decode" && launch.function->has_any) launch.cache.rest = *(const KvTensor *)arguments[2];
     if (is_of_decode(entry) && launch.function->has_lists) launch.listed = *(const ListedParameters *)arguments[0];
+    if (entry == "decode" && launch.function->is_latent && launch.function->has_lists) launch.cache.rest = *(const KvTensor *)arguments[1];
     if (entry == "decode" && launch.function->is_latent && !launch.function->has_lists) {
         launch.maps.key = *(const TensorMap *)arguments[1];
-        if (!expect_latent(launch.attention, launch.maps.key)) return 1;
+        launch.rest_map = *(const TensorMap *)arguments[2];
+        launch.cache.rest = tensor_of(launch.rest_map);
+        if (!expect_latent(launch.attention, launch.maps.key, launch.rest_map)) return 1;
     }
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
-        if (launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2];
+        if (launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2]};
         bool sound = expect_sound(launch.attention, launch.prefill);
         if (sound && launch.function->by_maps) {
             launch.maps = *(const TensorMaps *)arguments[2];
@@ -271,13 +285,13 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     if (name.empty()) return INVALID_VALUE;
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
-    bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_");
-    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, holds("_latent_"), holds("_lists"), find_emulated(name)};
+    bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_") || holds("_mla656_");
+    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
     const Module &of = *(const Module *)module;
-    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.is_latent, of.has_lists, of.emulated};
+    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.has_any, of.is_latent, of.has_lists, of.emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

@@ -77,13 +77,25 @@ inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &
            expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.map.pointer || p.mask_kind != MaskKind::None, "a map without a mask");
 }
 
-// A decode launch over a latent cache: the map of its keys, which are the values.
-inline bool expect_latent(const AttentionParameters &p, const TensorMap &keys) {
-    CacheFormat elements = (CacheFormat)(int)elements_of(ElementType::BF16).query_type;
-    Encoded key;
+// The tensor that a map is of.
+inline KvTensor tensor_of(const TensorMap &map) {
+    Encoded found;
+    std::memcpy(&found, &map, sizeof(found));
+    const long long size = found.type == 0 ? 1 : 2;
+    return {found.address, {(long long)found.strides[2] / size, (long long)found.strides[1] / size, (long long)found.strides[0] / size}};
+}
+
+// A decode launch over a latent cache: the maps of its keys, whose first dims are the values, and of their other dims, which may be in a tensor of their own.
+inline bool expect_latent(const AttentionParameters &p, const TensorMap &keys, const TensorMap &rest) {
+    Encoded key, other;
     std::memcpy(&key, &keys, sizeof(key));
-    if (key.type == 6) elements = CacheFormat::F16;
-    return is_map_of(keys, elements, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of a latent cache") &&
+    std::memcpy(&other, &rest, sizeof(other));
+    const CacheFormat elements = key.type == 6 ? CacheFormat::F16 : CacheFormat::BF16;
+    const bool in_one = key.dims[0] == (unsigned)p.head_dim;
+    const KvTensor last = in_one ? KvTensor{p.keys.pointer + 2 * p.value_dim, p.keys.strides} : tensor_of(rest);
+    return is_map_of(keys, elements, p.keys.pointer, in_one ? p.head_dim : p.value_dim, p.kv_heads, p.keys.strides, "map of a latent cache") &&
+           is_map_of(rest, elements, last.pointer, p.head_dim - p.value_dim, p.kv_heads, last.strides, "map of the dims that are not values") &&
+           expect(key.dims[2] == other.dims[2] && key.dims[3] == other.dims[3] && key.box[2] == other.box[2], "keys in two parts") &&
            expect(p.values.pointer == p.keys.pointer && !std::memcmp(&p.values.strides, &p.keys.strides, sizeof(RowStrides)), "values that are keys") &&
            expect(p.block_size ? p.block_size % key.box[2] == 0 && key.dims[2] == (unsigned)p.block_size : key.box[2] == 64, "boxes of a latent cache");
 }

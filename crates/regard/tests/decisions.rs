@@ -225,8 +225,10 @@ fn decode() -> Vec<(&'static str, Problem)> {
         ("mla of one tensor, batch-invariant", Problem { batch_invariant: true, ..latent.clone() }),
         (
             "mla of one tensor, paged 4",
-            Problem { keys: KvStorage::Paged { block_size: 4 }, ..latent },
+            Problem { keys: KvStorage::Paged { block_size: 4 }, ..latent.clone() },
         ),
+        ("mla of two tensors", Problem { rotary_dim: 64, ..latent.clone() }),
+        ("mla of two tensors, 500 tokens", Problem { rotary_dim: 64, query_len: 500, ..latent }),
     ]
 }
 

@@ -27,9 +27,7 @@ fn specs() -> Vec<Spec> {
         Build::Plain => list::list_with_caches().collect(),
         Build::FastMath | Build::Sanitized | Build::Races => core(),
     };
-    // Metal refuses keys in two parts: `tests/two_parts.rs`.
-    let runs = |spec: &Spec| spec.rotary_dim == 0 && spec.name.contains(&only);
-    all.into_iter().filter(runs).collect()
+    all.into_iter().filter(|spec| spec.name.contains(&only)).collect()
 }
 
 /// The core list, and cases that it lacks: every class of head dims, in decode and prefill, and
@@ -185,8 +183,7 @@ fn random_problems_of_a_new_seed() {
     let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(MetalHost::new()?)) };
     let summary = random::test("on the Metal kernels", 300, Profile::All, &make);
     let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
-    // GPUs refuse keys in two parts.
-    assert_eq!(summary.passed_or_refused("rotary_k"), 300, "{summary:?}");
+    assert_eq!(summary.passed, 300, "{summary:?}");
 }
 
 #[test]

@@ -45,20 +45,24 @@ const PREFIX_CASES: &str = "--cases prefixes/";
 
 /// Modules that the search does not look for, each with what tries it: those for another purpose
 /// than attention, and those for prefix groups, which run beside a decode module.
-pub const OTHERS: [(&str, &str); 17] = [
+pub const OTHERS: [(&str, &str); 21] = [
     ("append", "--laws=append"),
     ("merge", "--laws=merge"),
     ("ceiling", "regard bench"),
+    ("prefix_f16_64_64_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_f16_64_64_plain_sm90", PREFIX_CASES),
     ("prefix_f16_64_64_plain_sm80", PREFIX_CASES),
     ("prefix_f16_64_64_fallback_sm80", PREFIX_CASES),
+    ("prefix_f16_128_128_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_f16_128_128_plain_sm90", PREFIX_CASES),
     ("prefix_f16_128_128_plain_sm80", PREFIX_CASES),
     ("prefix_f16_128_128_fallback_sm80", PREFIX_CASES),
     ("prefix_f16_256_256_fallback_sm80", PREFIX_CASES),
+    ("prefix_bf16_64_64_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_bf16_64_64_plain_sm90", PREFIX_CASES),
     ("prefix_bf16_64_64_plain_sm80", PREFIX_CASES),
     ("prefix_bf16_64_64_fallback_sm80", PREFIX_CASES),
+    ("prefix_bf16_128_128_plain_wgmma_sm90", PREFIX_CASES),
     ("prefix_bf16_128_128_plain_sm90", PREFIX_CASES),
     ("prefix_bf16_128_128_plain_sm80", PREFIX_CASES),
     ("prefix_bf16_128_128_fallback_sm80", PREFIX_CASES),
@@ -139,7 +143,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let (shapes, page_keys) = match &module.config {
         Config::Prefix(_) => return None,
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
-        Config::Decode(config) if config.lists && config.cache == Cache::Latent => {
+        Config::Decode(config) if config.lists && config.cache.is_latent() => {
             ([&DECODE[..], &WIDE_GROUPS].concat(), 64)
         }
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
@@ -148,7 +152,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     // Smaller ones: by rows of 16 bytes, another number of values than of keys, and whole blocks.
     let dims = match module.cache() {
         Cache::Elements | Cache::Bytes => vec![less(0, 0), less(8, 8), less(8, 24)],
-        Cache::Latent => vec![less(0, 0)],
+        Cache::Latent | Cache::Mla656 => vec![less(0, 0)],
         Cache::Q8_0 | Cache::Q4_0 => vec![less(0, 0), less(32, 32)],
         Cache::Any => vec![less(0, 0), less(8, 8), less(8, 24), less(32, 32)],
     };
@@ -159,9 +163,9 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     Some(Subject {
         name: module.name().into(),
         types: types(module, operands.element),
-        values: match module.cache() {
-            Cache::Latent => Values::KeyPrefix,
-            _ => Values::Separate,
+        values: match module.cache().is_latent() {
+            true => Values::KeyPrefix,
+            false => Values::Separate,
         },
         lists: matches!(module.config, Config::Decode(config) if config.lists),
         dims,
@@ -188,6 +192,10 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
             both(DType::E5M2, Granularity::Page),
             both(DType::E4M3, Granularity::Tensor),
         ],
+        Cache::Mla656 => vec![CacheSpec {
+            v: Some(DType::Mla656Latent),
+            ..both(DType::Mla656, Granularity::Token)
+        }],
         Cache::Q8_0 => vec![both(DType::Q8_0, Granularity::Head)],
         Cache::Q4_0 => vec![both(DType::Q4_0, Granularity::Head)],
         Cache::Any if element == Element::F32 => return types_in_f32(),

@@ -64,6 +64,7 @@ features! {
     BlockCache "cache-blocks" "Keys and values in blocks of 8 or 4 bits.";
     FloatCache "cache-floats" "Keys and values in floats of another type than the queries.";
     KeyPrefix "key-prefix" "Values that are a prefix of the keys.";
+    TwoParts "two-parts" "The other dims of such keys in a tensor of their own.";
     KeyLists "lists" "Rows that attend to lists of keys.";
     HeadLists "lists-per-head" "A list of keys per row and key/value head.";
     ListCounts "list-counts" "Lists of keys whose entries in use are counted.";
@@ -224,6 +225,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
             [key_dtype, value_dtype].iter().any(|dtype| dtype.is_float() && *dtype != spec.dtype)
         }
         KeyPrefix => spec.values == Values::KeyPrefix,
+        TwoParts => spec.rotary_dim > 0,
         KeyLists => spec.lists.is_some(),
         HeadLists => spec.lists.is_some_and(|lists| lists.per_head) && spec.kv_heads > 1,
         ListCounts => spec.lists.is_some_and(|lists| lists.counts),
@@ -309,7 +311,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         | MaskF16 | MaskBf16 | MaskBroadcast => add_to_scores(feature, &mut spec),
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
-        CodeCache | BlockCache | FloatCache | KeyPrefix => add_cache(feature, &mut spec),
+        CodeCache | BlockCache | FloatCache | KeyPrefix | TwoParts => add_cache(feature, &mut spec),
         KeyLists | HeadLists | ListCounts | SlotLists | SecondLists | PageLists | PageNumbers => {
             add_to_lists(feature, &mut spec)
         }
@@ -556,9 +558,12 @@ fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
 
 /// As [`add`], for the storage of keys and values. Returns whether it is possible.
 fn add_cache(feature: Feature, spec: &mut Spec) -> bool {
-    if feature == Feature::KeyPrefix {
+    if matches!(feature, Feature::KeyPrefix | Feature::TwoParts) {
         let one_pool = matches!(spec.keys, Keys::Paged { interleaved: true, .. });
         spec.values = Values::KeyPrefix;
+        if feature == Feature::TwoParts {
+            spec.rotary_dim = spec.head_dim.saturating_sub(spec.value_dim);
+        }
         return spec.value_dim <= spec.head_dim && !one_pool;
     }
     let seed = spec.seed as usize;

@@ -103,6 +103,7 @@ fn rows_of_656_bytes() -> Vec<Spec> {
             )
         });
     }
+    specs.extend(tiles_of_656_bytes());
     let featured = mla656("latent/mla656-features".into(), DType::BF16, 512);
     specs.push(Spec {
         keys: paged(16),
@@ -119,6 +120,45 @@ fn rows_of_656_bytes() -> Vec<Spec> {
         broadcast: [false, true, false, false],
     });
     specs.push(Spec { mask, ..masked.lengths(&[(5, 90), (5, 20)]).heads(4, 1) });
+    specs
+}
+
+/// bf16 queries over rows of `mla656`: tiles of 16, 64 and 128 rows, full and not, over keys of
+/// several K tiles and over lists of them.
+fn tiles_of_656_bytes() -> Vec<Spec> {
+    let heads = [(1, 1), (16, 1), (17, 1), (64, 1), (72, 1), (130, 1), (40, 2)];
+    let keys = [paged(1), Keys::Batched { slack: 3 }, paged(32), Keys::Ragged { slack: 2 }];
+    let mut specs = Vec::new();
+    for (i, (query_heads, kv_heads)) in heads.into_iter().enumerate() {
+        let spec = |name: &str| {
+            let name = format!("latent/mla656-{name}-{query_heads}-{kv_heads}");
+            let spec = mla656(name, DType::BF16, 512).heads(query_heads, kv_heads);
+            Spec { lse: i % 2 == 0, sinks: i % 3 == 0, ..spec }
+        };
+        specs.push(Spec {
+            keys: keys[i % 4],
+            window: window((i % 2 == 1).then_some(300), Some(0)),
+            out_dtype: if i % 4 == 1 { DType::F32 } else { DType::BF16 },
+            ..spec("tiles").lengths(&[(1 + i % 2, 700), (2, 0), (1, 130)])
+        });
+        let (of, caches) = [
+            (ListEntries::Keys, Caches::default()),
+            (ListEntries::Slots, Caches::default()),
+            (ListEntries::Slots, Caches::Two { second: 90 }),
+        ][i % 3];
+        let lists = ListSpec {
+            of,
+            caches,
+            per_head: kv_heads > 1,
+            counts: i % 2 == 0,
+            ..ListSpec::new([63, 300, 190][i % 3], Entries::Any)
+        };
+        specs.push(Spec {
+            keys: paged([64, 7][i % 2]),
+            causal: of == ListEntries::Keys,
+            ..spec("lists").lengths(&[(2, 800), (1, 90)]).lists(lists)
+        });
+    }
     specs
 }
 

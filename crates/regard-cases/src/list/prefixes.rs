@@ -10,7 +10,7 @@ const PAGES: Keys = Keys::Paged { block_size: 16, interleaved: false };
 
 /// All of them.
 pub(super) fn prefixes() -> Vec<Spec> {
-    [shapes(), groups(), features(), caches()].into_iter().flatten().collect()
+    [shapes(), groups(), beside(), features(), caches()].into_iter().flatten().collect()
 }
 
 /// Head dims, heads, and prefixes around pages and tiles.
@@ -92,6 +92,35 @@ fn groups() -> Vec<Spec> {
         let spec = Spec::new(format!("prefixes/many-rows-{dim}-{dtype}")).lengths(&lengths);
         let spec = spec.heads(16, 2).dims(dim, dim).dtype(dtype);
         specs.push(Spec { causal: true, keys: PAGES, ..spec }.prefixes(&[0, 0, 0, 1], &[320, 100]));
+    }
+    specs
+}
+
+/// Enough sequences and keys per group that decode leaves room for the kernel over prefixes, which
+/// runs beside it: one tile of rows and several, windows that end in the prefix, several tokens.
+fn beside() -> Vec<Spec> {
+    let shapes = [
+        ("one-tile", 8, 1, None),
+        ("two-tiles", 40, 1, None),
+        ("window", 20, 1, Some(1333)),
+        ("tokens", 6, 3, None),
+    ];
+    let types = [(DType::BF16, 128), (DType::F16, 64), (DType::F16, 128), (DType::BF16, 64)];
+    let mut specs = Vec::new();
+    for (i, (name, batch, q_len, left)) in shapes.into_iter().enumerate() {
+        for (j, (dtype, dim)) in types.into_iter().enumerate() {
+            let lengths: Vec<_> = (0..batch).map(|k| (q_len, 2017 + (31 * k) % 150)).collect();
+            let spec = Spec {
+                core: i == 1 && j < 2,
+                causal: true,
+                window: window(left, None),
+                keys: Keys::Paged { block_size: [16, 64, 48][(i + j) % 3], interleaved: i == 2 },
+                kv_layout: [KvLayout::Nhd, KvLayout::Hnd][j % 2],
+                ..Spec::new(format!("prefixes/beside-{name}-{dim}-{dtype}"))
+            };
+            let spec = spec.lengths(&lengths).heads(8, 2).dims(dim, dim).dtype(dtype);
+            specs.push(spec.prefixes(&[0], &[1999 - 7 * j]));
+        }
     }
     specs
 }

@@ -13,7 +13,7 @@ const DIMS: [(usize, usize); 6] = [(512, 64), (256, 64), (128, 64), (32, 64), (2
 
 /// All of them.
 pub(super) fn two_parts() -> Vec<Spec> {
-    [dims(), storage(), caches(), lists(), features()].into_iter().flatten().collect()
+    [dims(), storage(), latent(), caches(), lists(), features()].into_iter().flatten().collect()
 }
 
 /// Pages of `block_size` slots.
@@ -70,6 +70,59 @@ fn storage() -> Vec<Spec> {
             memory: OperandMemory { k, ..OperandMemory::default() },
             ..base(&format!("dense-{dtype}")).dtype(dtype)
         });
+    }
+    specs
+}
+
+/// The dims of DeepSeek's models in 16 bits, for which Hopper has a kernel: every tile of it, TMA
+/// boxes of several sizes, and operands that it cannot read.
+fn latent() -> Vec<Spec> {
+    let storage = [
+        paged(64),
+        paged(16),
+        paged(8),
+        paged(5),
+        Keys::Batched { slack: 1 },
+        Keys::Ragged { slack: 2 },
+    ];
+    let mut specs = Vec::new();
+    for (i, keys) in storage.into_iter().enumerate() {
+        for (j, dtype) in [DType::F16, DType::BF16].into_iter().enumerate() {
+            let (rows, heads) = [(1, 16), (2, 40), (1, 128), (3, 1)][(i + 2 * j) % 4];
+            let spec = Spec::new(format!("two-parts/latent-{i}-{dtype}"));
+            specs.push(Spec {
+                keys,
+                causal: j == 0,
+                kv_layout: [KvLayout::Nhd, KvLayout::Hnd][usize::from(i == 1)],
+                padding: if i == 2 { 3 } else { 0 },
+                stray_entries: i < 2,
+                ..spec
+                    .lengths(&[(rows, if heads > 16 { 200 } else { 700 }), (rows, 0), (rows, 65)])
+                    .heads(heads, 1)
+                    .two_parts(512, 64)
+                    .dtype(dtype)
+            });
+        }
+    }
+    let kinds = [
+        (Keys::Batched { slack: 3 }, ListEntries::Keys),
+        (Keys::Ragged { slack: 1 }, ListEntries::Keys),
+        (paged(64), ListEntries::Keys),
+        (paged(7), ListEntries::Slots),
+        (paged(16), ListEntries::Pages),
+    ];
+    for (i, (keys, of)) in kinds.into_iter().enumerate() {
+        let lists = ListSpec { of, ..ListSpec::new(90 + 40 * i, Entries::Any) };
+        let dtype = [DType::BF16, DType::F16][i % 2];
+        let spec = Spec::new(format!("two-parts/latent-lists-of-{of:?}-{i}").to_lowercase());
+        let spec = Spec { keys, causal: of == ListEntries::Keys, ..spec };
+        specs.push(
+            spec.lengths(&[(2, 300), (2, 40)])
+                .heads([16, 70, 128][i % 3], 1)
+                .two_parts(512, 64)
+                .dtype(dtype)
+                .lists(lists),
+        );
     }
     specs
 }

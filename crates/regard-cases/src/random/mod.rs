@@ -104,14 +104,6 @@ pub struct Summary {
     pub lost: bool,
 }
 
-impl Summary {
-    /// The problems that passed, and those that were refused for a reason with this text.
-    pub fn passed_or_refused(&self, text: &str) -> u64 {
-        let refused = self.refused.iter().filter(|(reason, _)| reason.contains(text));
-        self.passed + refused.map(|(_, count)| count).sum::<u64>()
-    }
-}
-
 /// Maximum failures that are shrunk; further ones are only reported.
 const MAX_SHRUNK: usize = 400;
 

@@ -1,19 +1,21 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
-use super::launch::{DecodeCall, DecodeContext, PrefillCall};
+use super::launch::{DecodeCall, DecodeContext, LatentMaps, PrefillCall};
 use super::mask_map;
 use super::modules::{Function, Modules};
 use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
 use super::tensor_map::Described;
+use super::workspace::check_workspace;
 use super::{
-    COUNTER_BYTES, Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace,
-    WORKSPACE_ALIGNMENT, Workspace, driver, launch,
+    Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace, Workspace, driver, launch,
 };
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
-use crate::params::{AttentionParameters, ListedParameters, PrefillParameters, TensorMaps};
+use crate::params::{
+    AttentionParameters, ListedParameters, PrefillParameters, TensorMap, TensorMaps,
+};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::tile_map::TileMap;
@@ -241,8 +243,8 @@ impl Gpu {
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's context. The workspace is device memory of at least its
-    /// `bytes`, its first [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else
-    /// uses it until the run is done, nor does anything write the operands.
+    /// `bytes`, its first [`COUNTER_BYTES`](super::COUNTER_BYTES) are zero (every run leaves them
+    /// so), and nothing else uses it until the run is done, nor does anything write the operands.
     pub unsafe fn run_raw(
         &self,
         plan: &Plan,
@@ -563,19 +565,21 @@ impl Run<'_> {
             unsafe { self.prefill(prefill, &call, prepared.tile_map)? };
         }
         let prefix = self.prefix_call();
+        let prefix_maps = prefix.as_ref().and_then(|call| call.maps);
+        let prefix_maps = prefix_maps.map(|maps| self.prefix_maps(&maps)).transpose()?;
         if let Some(call) = prefix.as_ref().filter(|_| !scheduled) {
             // SAFETY: passed on.
             unsafe { self.prefix(call, &call.schedule)? };
         }
-        if let Some((decode, keys)) = launch::choose_decode(problem, launches, inputs, outputs) {
+        if let Some((decode, maps)) = launch::choose_decode(problem, launches, inputs, outputs) {
             let call = self.decode_call(decode, prefix.as_ref(), scheduled);
             // SAFETY: passed on.
-            unsafe { self.decode(decode, &call, keys)? };
+            unsafe { self.decode(decode, &call, maps)? };
         }
         if let Some(call) = &prefix {
             // SAFETY: passed on.
             unsafe {
-                self.prefix(call, &call.kernel)?;
+                self.prefix_items(call, prefix_maps.as_ref())?;
                 self.prefix(call, &call.merge)?;
             }
         }
@@ -691,28 +695,48 @@ impl Run<'_> {
         unsafe { self.launch(launch, &mut arguments) }
     }
 
-    /// Queues decode, and the kernel that combines partial states if there is one. `keys` describes
-    /// the tensor map of a latent cache.
+    /// Queues the kernel over prefixes. `maps`: the tensor maps of keys and values, if it reads by
+    /// TMA.
+    unsafe fn prefix_items(
+        &self,
+        call: &PrefixCall,
+        maps: Option<&[TensorMap; 2]>,
+    ) -> Result<(), Error> {
+        let mut arguments = vec![argument(&call.attention), argument(&call.parameters)];
+        arguments.extend(maps.into_iter().flatten().map(argument));
+        // SAFETY: the kernel reads these; the caller has promised the rest.
+        unsafe { self.launch(&call.kernel, &mut arguments) }
+    }
+
+    /// Encodes the tensor maps of keys and values for the kernel over prefixes.
+    fn prefix_maps(&self, [keys, values]: &[Described; 2]) -> Result<[TensorMap; 2], Error> {
+        self.gpu.bind()?;
+        Ok([
+            driver::encode("k", self.problem.key_dtype, keys)?,
+            driver::encode("v", self.problem.value_dtype, values)?,
+        ])
+    }
+
+    /// Queues decode, and the kernel that combines partial states if there is one. `maps` describes
+    /// the tensor maps of a latent cache.
     unsafe fn decode(
         &self,
         decode: &Decode,
         call: &DecodeCall,
-        keys: Option<Described>,
+        maps: Option<LatentMaps>,
     ) -> Result<(), Error> {
-        let encode = |keys| {
-            self.gpu.bind()?;
-            driver::encode("k", self.problem.key_dtype, &keys)
-        };
-        let map = keys.map(encode).transpose()?;
+        let maps = maps.map(|maps| self.latent_maps(&maps)).transpose()?;
         let listed = call.lists.map(|lists| ListedParameters { attention: call.parameters, lists });
-        let mut arguments = [
-            listed.as_ref().map_or(argument(&call.parameters), argument),
-            map.as_ref().map_or(argument(&call.cache), argument),
-        ];
-        let count = match decode.cache {
-            Cache::Elements => 1,
-            Cache::Latent if listed.is_some() => 1,
-            _ => 2,
+        let first = listed.as_ref().map_or(argument(&call.parameters), argument);
+        let (cache, rest) = (argument(&call.cache), argument(&call.rest));
+        let (mut arguments, count) = match (decode.cache, &maps) {
+            (Cache::Elements, _) => ([first; 3], 1),
+            (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
+            (Cache::Latent, None) => ([first, rest, rest], 2),
+            (Cache::Any, _) => ([first, cache, rest], 3),
+            (Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Mla656, _) => {
+                ([first, cache, cache], 2)
+            }
         };
         let launch = Launch { module: call.module, ..decode.launch.with_ctas(call.ctas) };
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.
@@ -725,6 +749,15 @@ impl Run<'_> {
     unsafe fn launch(&self, launch: &Launch, arguments: &mut [*mut c_void]) -> Result<(), Error> {
         // SAFETY: passed on.
         unsafe { self.gpu.launch(self.gpu.function(launch)?, launch, arguments, self.stream) }
+    }
+
+    /// Encodes the tensor maps of a latent cache with the driver: of keys, and of their dims that
+    /// are not values.
+    fn latent_maps(&self, maps: &LatentMaps) -> Result<[TensorMap; 2], Error> {
+        let dtype = self.problem.key_dtype;
+        let rest = if self.problem.rotary_dim > 0 { "rotary_k" } else { "k" };
+        self.gpu.bind()?;
+        Ok([driver::encode("k", dtype, &maps.keys)?, driver::encode(rest, dtype, &maps.rest)?])
     }
 
     /// Encodes tensor maps with the driver.
@@ -749,23 +782,4 @@ impl fmt::Debug for Gpu {
 /// A struct of parameters as launches take them.
 pub(super) fn argument<T: Copy>(parameters: &T) -> *mut c_void {
     std::ptr::from_ref(parameters).cast_mut().cast()
-}
-
-/// The workspace is large enough, aligned, and apart from every operand.
-fn check_workspace(
-    plan: &Plan,
-    RawWorkspace { address, bytes }: RawWorkspace,
-    inputs: &Inputs<DeviceMemory>,
-    outputs: &Outputs<DeviceMemory>,
-) -> Result<(), Error> {
-    if bytes < plan.workspace_bytes() {
-        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-        return Err(Error::argument("workspace", format!("{bytes} bytes long"), allowed));
-    }
-    if !address.is_multiple_of(WORKSPACE_ALIGNMENT) {
-        let allowed = format!("a multiple of {WORKSPACE_ALIGNMENT}");
-        return Err(Error::argument("workspace", format!("at {address:#x}"), allowed));
-    }
-    let used = plan.workspace_bytes().max(COUNTER_BYTES.min(bytes));
-    outputs.check_workspace(inputs, address as usize, used)
 }

@@ -3,6 +3,7 @@
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, start_units, tiles};
 use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
+use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::variant::Values;
@@ -41,7 +42,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
     let (module, config) = find_module(problem, facts)?;
     let ctas_per_tile = config.ctas_per_tile();
     let tiles = tiles(problem, config.tile_rows);
-    let start_units = start_units(TILE_KEYS * problem.head_dim * config.operands.element.bytes());
+    let start_units = start_units(TILE_KEYS * key_bytes(problem));
     let units = problem.kv_len.div_ceil(TILE_KEYS);
     let max_parts = (facts.multiprocessors / ctas_per_tile)
         .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4 / ctas_per_tile);
@@ -78,7 +79,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
         unit_keys: TILE_KEYS as i32,
         start_units: start_units as i32,
         exact_dims: true,
-        cache: Cache::Latent,
+        cache: config.cache,
         combine,
         schedule: None,
     };
@@ -105,17 +106,30 @@ fn row_threads(config: &DecodeConfig) -> usize {
     config.operands.value_dim / 4
 }
 
+/// Bytes of a key in memory.
+fn key_bytes(problem: &Problem) -> usize {
+    problem.head_dim / problem.key_dtype.values() * problem.key_dtype.size()
+}
+
+/// How the modules for a problem read its keys; `None` if there are no such modules.
+fn cache_of(problem: &Problem) -> Option<Cache> {
+    match problem.key_dtype {
+        DType::Mla656 => Some(Cache::Mla656),
+        keys if keys == problem.dtype => Some(Cache::Latent),
+        _ => None,
+    }
+}
+
 /// Whether a problem has what these modules are for: scores that are dot products times the scale,
-/// and pages that are multiples of a TMA box.
+/// and pages that are multiples of a TMA box unless keys are copied or converted one by one.
 fn is_plain(problem: &Problem) -> bool {
     problem.values == Values::KeyPrefix
-        && problem.key_dtype == problem.dtype
         && problem.variant.has_unmodified_scores()
         && problem.variant.chunk.is_none()
         // The splits of a batch-invariant result are those of every other module.
         && !problem.batch_invariant
         && match problem.keys {
-            _ if problem.key_lists.is_some() => true,
+            _ if problem.key_lists.is_some() || problem.key_dtype == DType::Mla656 => true,
             KvStorage::Batched | KvStorage::Ragged => true,
             KvStorage::Paged { block_size } => block_size.is_multiple_of(BOX_STEP),
         }
@@ -126,8 +140,9 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
+    let cache = cache_of(problem)?;
     let suits = |(module, config): &(&Module, &DecodeConfig)| {
-        config.cache == Cache::Latent
+        config.cache == cache
             && config.lists == problem.key_lists.is_some()
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
@@ -146,7 +161,6 @@ fn find_module(
 mod tests {
     use super::*;
 
-    use crate::dtype::DType;
     use crate::machine::{Device, Machine};
 
     fn facts(name: &str) -> CudaFacts {
@@ -179,6 +193,29 @@ mod tests {
         assert_eq!([1, 16].map(rows), [(16, 1, 128); 2]);
         assert_eq!([17, 64].map(rows), [(64, 1, 128); 2]);
         assert_eq!([65, 128, 256].map(rows), [(128, 2, 132); 3]);
+    }
+
+    #[test]
+    fn records_of_656_bytes_have_modules_of_their_own() {
+        let records = |dtype, keys| Problem {
+            dtype,
+            key_dtype: DType::Mla656,
+            value_dtype: DType::Mla656Latent,
+            out_dtype: dtype,
+            keys,
+            ..problem(8, 16, 16384)
+        };
+        for keys in [KvStorage::Batched, KvStorage::Paged { block_size: 7 }] {
+            let latent = select(&records(DType::BF16, keys), &facts("h200")).unwrap();
+            let launch = latent.decode.launch;
+            assert_eq!(launch.module, "decode_bf16_576_512_mla656_r16_plain_sm90");
+            assert_eq!((launch.threads, launch.grid[0]), (640, 128));
+            let many = Problem { query_heads: 128, ..records(DType::BF16, keys) };
+            let many = select(&many, &facts("h200")).unwrap().decode;
+            assert_eq!((many.launch.module, many.launch.grid[0]), (launch.module, 128));
+            // f16 cannot hold their rotary dims.
+            assert!(select(&records(DType::F16, keys), &facts("h200")).is_none());
+        }
     }
 
     #[test]

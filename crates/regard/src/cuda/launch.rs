@@ -16,8 +16,8 @@ use crate::kernel_parameters::{
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, ListParameters, LoadKind, PrefillParameters, RowStrides,
-    RowTensor, StreamK, TileMap as MapParameters, Window,
+    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, PrefillParameters,
+    RowStrides, RowTensor, StreamK, TileMap as MapParameters, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
@@ -46,6 +46,10 @@ pub(super) struct DecodeCall {
     pub parameters: AttentionParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
+    /// The dims of keys behind the value dims, if they are in a tensor of their own or the module
+    /// reads them apart: a further parameter of modules for caches in any format, and of those for
+    /// latent caches where rows have lists of keys.
+    pub rest: KvTensor,
     /// Lists of keys, if rows have them.
     pub lists: Option<ListParameters>,
 }
@@ -62,6 +66,15 @@ pub(super) struct PrefillCall<'a> {
     pub maps: Option<Maps>,
     /// The tile map of a mask that the kernel reads.
     pub tile_map: Option<TileMap>,
+}
+
+/// The tensor maps of a latent cache, before the driver encodes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LatentMaps {
+    /// Keys, of which the kernel reads the dims that are values.
+    pub keys: Described,
+    /// Their other dims, which may be in a tensor of their own.
+    pub rest: Described,
 }
 
 /// The tensor maps of a call, before the driver encodes them.
@@ -190,7 +203,9 @@ fn decode_load_kind(
 ) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Latent => return load_kind(parameters, inputs, decode.exact_dims),
+        Cache::Elements | Cache::Latent | Cache::Mla656 => {
+            return load_kind(parameters, inputs, decode.exact_dims);
+        }
         // Keys and values are read value by value; this is about queries.
         Cache::Any if reads_16_bytes(&inputs.q) => return LoadKind::Chunks,
         Cache::Any => return LoadKind::Elements,
@@ -241,42 +256,64 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
     }
 }
 
-/// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys
-/// unless rows have lists of them, if it can read and write the operands; else the fallback
-/// one.
+/// The decode launch of a plan: the kernel for latent caches, with the tensor maps of the keys
+/// unless it copies or converts them one by one, if it can read and write the operands; else the
+/// fallback one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
-) -> Option<(&'a Decode, Option<Described>)> {
+) -> Option<(&'a Decode, Option<LatentMaps>)> {
     let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let latent = latent.and_then(|latent| {
-        if problem.key_lists.is_some() {
+        if problem.key_lists.is_some() || latent.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((latent, None));
         }
-        let keys = describe_latent(problem, latent, inputs)?;
-        Some((latent, Some(keys)))
+        let maps = describe_latent(problem, latent, inputs)?;
+        Some((latent, Some(maps)))
     });
     latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
 }
 
-/// Whether queries and keys, of a second cache too, start at multiples of 16 bytes.
+/// Whether queries and keys, in both parts and of a second cache too, start at multiples of 16
+/// bytes.
 fn copies_16_bytes(inputs: &Inputs<DeviceMemory>) -> bool {
-    let second = inputs.attention.second_k;
-    [Some(&inputs.q), Some(&inputs.k), second.as_ref()].into_iter().flatten().all(reads_16_bytes)
+    let Inputs { q, k, attention, .. } = inputs;
+    let others = [&attention.rotary_k, &attention.second_k].into_iter().flatten();
+    [q, k].into_iter().chain(others).all(reads_16_bytes)
 }
 
-/// Describes the tensor map of a latent cache; `None` if TMA cannot read it, or queries do not
+/// Describes the tensor maps of a latent cache; `None` if TMA cannot read it, or queries do not
 /// start at multiples of 16 bytes.
 fn describe_latent(
     problem: &Problem,
     latent: &Decode,
     inputs: &Inputs<DeviceMemory>,
-) -> Option<Described> {
-    let keys = keys_per_box(problem, latent.unit_keys as usize)?;
-    let suits = problem.values == Values::KeyPrefix && reads_16_bytes(&inputs.q);
-    suits.then(|| Described::from_dims(inputs.k.address(), &inputs.k, keys)).flatten()
+) -> Option<LatentMaps> {
+    if problem.values != Values::KeyPrefix || !reads_16_bytes(&inputs.q) {
+        return None;
+    }
+    let box_keys = keys_per_box(problem, latent.unit_keys as usize)?;
+    let keys = describe(&inputs.k, box_keys)?;
+    let rest = match &inputs.attention.rotary_k {
+        Some(rotary) => describe(rotary, box_keys)?,
+        None => keys.without_first(problem.value_dim)?,
+    };
+    Some(LatentMaps { keys, rest })
+}
+
+/// The dims of keys behind the value dims, for modules that take them as a tensor of their own.
+fn rest_of_keys(problem: &Problem, decode: &Decode, inputs: &Inputs<DeviceMemory>) -> KvTensor {
+    match &inputs.attention.rotary_k {
+        Some(rotary) => kv_tensor(rotary),
+        None if decode.cache == Cache::Latent => {
+            let keys = kv_tensor(&inputs.k);
+            let value_bytes = problem.value_dim * problem.key_dtype.size();
+            KvTensor { pointer: keys.pointer + value_bytes as u64, ..keys }
+        }
+        None => KvTensor::default(),
+    }
 }
 
 /// The decode call for these operands.
@@ -335,7 +372,8 @@ pub(super) fn decode_call(
         Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, ctas: schedule.ctas, parameters, cache, lists, combine }
+    let rest = rest_of_keys(problem, decode, inputs);
+    DecodeCall { module, ctas: schedule.ctas, parameters, cache, rest, lists, combine }
 }
 
 /// The prefill call for these operands.
@@ -409,7 +447,7 @@ fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
 }
 
 /// Whether maxima stay maxima: some kernels take them before they multiply by the scale.
-fn keeps_order(scale: f32) -> bool {
+pub(super) fn keeps_order(scale: f32) -> bool {
     scale > 0.0 && scale.is_finite()
 }
 
@@ -435,7 +473,7 @@ fn maps(
 }
 
 /// Keys per TMA box of a kernel that takes at most `max_keys`: [`key_box`].
-fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
+pub(super) fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
     match problem.keys {
         KvStorage::Paged { block_size } => key_box(max_keys, Some(block_size)),
         KvStorage::Batched | KvStorage::Ragged => key_box(max_keys, None),
@@ -443,7 +481,7 @@ fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
 }
 
 /// Describes the tensor map of keys or values. A box of codes holds entire rows.
-fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
+pub(super) fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
     let described = Described::from_dims(tensor.address(), tensor, box_keys)?;
     if !tensor.dtype().is_code() {
         return Some(described);

@@ -268,11 +268,13 @@ impl Launches {
             let module = registry::MODULES.iter().find(|module| module.name() == name);
             module.is_some_and(|module| module.runs_on(facts.compute_capability))
         };
+        let prefix = self.prefix.iter().map(|prefix| prefix.fallback);
         let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         self.modules().all(|(module, _)| runs(module))
             && self
                 .in_order()
                 .chain(fallback)
+                .chain(prefix)
                 .all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
     }
 
@@ -289,7 +291,7 @@ impl Launches {
         let schedule = schedule.map(|schedule| (schedule.launch.module, schedule.launch.entry));
         let prefix = self.prefix.iter().flat_map(|prefix| {
             let launches = [prefix.schedule, prefix.kernel, prefix.merge];
-            launches.into_iter().map(|launch| (prefix.fallback, launch.entry))
+            launches.into_iter().map(|launch| (prefix.fallback.module, launch.entry))
         });
         let in_order = self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry));
         in_order.chain(others).chain(schedule).chain(prefix)

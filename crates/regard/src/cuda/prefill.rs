@@ -76,9 +76,9 @@ pub(super) fn select(
     max_decode_len: usize,
     map_at: usize,
 ) -> Option<Prefill> {
-    // Caches of q8_0 and q4_0 blocks run in decode for any number of rows.
+    // Caches of q8_0 and q4_0 blocks, and keys in two parts, run in decode for any number of rows.
     let codes = problem.key_dtype.is_code() && problem.value_dtype.is_code();
-    if !(has_elements(problem) || codes) {
+    if !(has_elements(problem) || codes) || problem.rotary_dim > 0 {
         return None;
     }
     let fallback = find_fallback(problem, facts)?;

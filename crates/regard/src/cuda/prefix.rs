@@ -3,9 +3,9 @@
 //! Four launches, all of fixed grids: `schedule` finds the groups and the work items over their
 //! prefixes (once per step where the engine asks for it: `Gpu::schedule`); decode attends to the
 //! keys that each sequence has of its own; `prefix` attends to the prefixes, the rows of all
-//! members together; `merge_prefix` merges what both have left. From Hopper on `prefix` starts when
-//! all CTAs of decode have started, so that one waits for memory while the other
-//! multiplies.
+//! members together; `merge_prefix` merges what both have left. From Hopper on a CTA of `prefix`
+//! starts where those of decode have left room for it. After Hopper that is at once where a plan
+//! has few groups (`leaves_room`): one kernel waits for memory while the other multiplies.
 
 use super::registry::{self, Build, Cache, Element, PrefillConfig};
 use super::work::page_aligned_16;
@@ -47,20 +47,22 @@ const MANY_KEYS: usize = 2048;
 pub(super) const DECODE_THREADS: usize = 128;
 
 /// Whether decode leaves room for `prefix` on each multiprocessor: with it, both run at the same
-/// time; without, decode alone has more reads under way. On an H200 in bf16: 64 x (8192 + 512) keys
-/// take 79 us instead of 100, and 64 x 4096 keys of which none are shared 325 instead of 267. So
-/// only where a plan has few groups for its sequences.
+/// time; without, decode alone has more reads under way. On an H200 in bf16, with the kernel of
+/// `mma.sync`: 64 x (8192 + 512) keys take 79 us instead of 100, and 64 x 4096 keys of which none
+/// are shared 325 instead of 267. So only where a plan has few groups for its sequences. Hopper has
+/// a kernel of WGMMA, which is over sooner behind a decode that has all threads.
 pub(super) fn leaves_room(problem: &Problem, facts: &CudaFacts) -> bool {
     let groups = problem.prefix_groups;
     groups > 0
         && groups.saturating_mul(MANY_PER_GROUP) <= problem.batch
         && problem.kv_len >= MANY_KEYS
         && problem.head_dim.max(problem.value_dim) <= 128
-        && facts.compute_capability >= 90
+        && facts.compute_capability > 90
         && !problem.batch_invariant
         && problem.dtype != DType::F32
         && problem.key_dtype == problem.dtype
         && problem.value_dtype == problem.dtype
+        && problem.rotary_dim == 0
 }
 
 /// How the kernels for prefix groups are launched.
@@ -72,8 +74,11 @@ pub struct Prefix {
     pub kernel: Launch,
     /// Merges partial states.
     pub merge: Launch,
-    /// The module for operands whose rows do not start at multiples of 16 bytes.
-    pub fallback: &'static str,
+    /// The kernel for operands whose rows do not start at multiples of 16 bytes, or that TMA cannot
+    /// read where `kernel` does so. The same grid and tiles.
+    pub fallback: Launch,
+    /// Whether `kernel` reads keys and values by TMA.
+    pub tensor_maps: bool,
     /// Query rows a work item, at most.
     pub tile_rows: usize,
     /// Keys a K tile.
@@ -193,9 +198,12 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
         let (keys, values) = (problem.key_dtype, problem.value_dtype);
         return Err(format!("no kernel reads prefixes in {keys} and {values}"));
     }
+    if problem.rotary_dim > 0 {
+        return Err("keys are in two tensors".to_string());
+    }
     let dims = format!("head dims {} and {}", problem.head_dim, problem.value_dim);
     let no_module = || format!("no kernel reads prefixes in {} of {dims} here", problem.dtype);
-    let (fallback, config) = find(problem, facts, Build::Fallback).ok_or_else(no_module)?;
+    let (module, config) = find(problem, facts, Build::Fallback).ok_or_else(no_module)?;
     let exact_dims = config.operands.has_dims(problem.head_dim, problem.value_dim);
     let plain = problem.variant.has_unmodified_scores()
         && problem.variant.chunk.is_none()
@@ -203,7 +211,9 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     let specialized = find(problem, facts, Build::Specialized).filter(|(_, other)| {
         plain && exact_dims && other.operands.has_dims(problem.head_dim, problem.value_dim)
     });
-    let (module, config) = specialized.unwrap_or((fallback, config));
+    let fallback = kernel_launch(module, config);
+    let (module, config) = specialized.unwrap_or((module, config));
+    let launch = kernel_launch(module, config);
     let shared_bytes = config.prefix_shared_bytes();
     let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
     let ctas_per_sm = match leaves_room(problem, facts) {
@@ -220,25 +230,31 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     let merge_ctas = sequence_rows.div_ceil(MERGE_ROWS).clamp(1, MAX_MERGE_CTAS);
     Ok(Prefix {
         schedule: Launch { entry: "schedule", shared_bytes: SCHEDULE_BYTES, ..small },
-        kernel: Launch {
-            entry: "prefix",
-            grid: [ctas as u32, 1, 1],
-            threads: config.threads() as u32,
-            shared_bytes: shared_bytes as u32,
-            ..small
-        },
+        kernel: Launch { grid: [ctas as u32, 1, 1], ..launch },
         merge: Launch {
             entry: "merge_prefix",
             grid: [u32::try_from(problem.batch).unwrap_or(u32::MAX), merge_ctas as u32, 1],
             ..small
         },
-        fallback,
+        fallback: Launch { grid: [ctas as u32, 1, 1], ..fallback },
+        tensor_maps: config.prefix_family().uses_wgmma(),
         tile_rows: config.tile_rows,
         tile_keys: config.tile_keys,
         exact_dims,
         max_query_len: decode.max_query_len,
         layout: PrefixLayout::new(problem, launches.workspace_bytes, states, value_dim),
     })
+}
+
+/// The launch of a module's kernel over prefixes, without its grid.
+fn kernel_launch(module: &'static str, config: &PrefillConfig) -> Launch {
+    Launch {
+        module,
+        entry: "prefix",
+        grid: [0; 3],
+        threads: config.threads() as u32,
+        shared_bytes: config.prefix_shared_bytes() as u32,
+    }
 }
 
 /// The module of a build with the smallest head dims that a problem fits into, for the newest
@@ -266,7 +282,10 @@ pub(super) use call::PrefixCall;
 
 #[cfg(feature = "cuda")]
 mod call {
-    use super::super::launch::{address, attention, load_kind};
+    use super::super::launch::{
+        address, attention, describe, keeps_order, keys_per_box, load_kind,
+    };
+    use super::super::tensor_map::Described;
     use super::super::{DeviceMemory, Launch};
     use super::Prefix;
     use crate::params::{AttentionParameters, LoadKind, PrefixParameters, RowStrides, RowTensor};
@@ -276,12 +295,25 @@ mod call {
     pub(in super::super) struct PrefixCall {
         pub schedule: Launch,
         pub kernel: Launch,
+        /// The tensor maps of keys and values, if `kernel` reads by TMA.
+        pub maps: Option<[Described; 2]>,
         pub merge: Launch,
         pub attention: AttentionParameters,
         pub parameters: PrefixParameters,
     }
 
     impl Prefix {
+        /// Describes the tensor maps of keys and values, if the kernel reads by TMA and can read
+        /// these.
+        fn describe(
+            &self,
+            problem: &Problem,
+            inputs: &Inputs<DeviceMemory>,
+        ) -> Option<[Described; 2]> {
+            let keys = keys_per_box(problem, self.tile_keys).filter(|_| self.tensor_maps)?;
+            Some([describe(&inputs.k, keys)?, describe(&inputs.v, keys)?])
+        }
+
         /// The calls for these operands.
         pub(in super::super) fn call(
             &self,
@@ -293,11 +325,12 @@ mod call {
             let mut attention = attention(problem, inputs, outputs, workspace);
             attention.load_kind = load_kind(&attention, inputs, self.exact_dims);
             attention.max_query_len = self.max_query_len;
-            let module = match attention.load_kind {
-                LoadKind::PageAligned16 => self.kernel.module,
-                _ => self.fallback,
-            };
-            let on = |launch: Launch| Launch { module, ..launch };
+            let maps = self.describe(problem, inputs);
+            let suits = attention.load_kind == LoadKind::PageAligned16
+                && keeps_order(inputs.scale())
+                && maps.is_some() == self.tensor_maps;
+            let kernel = if suits { self.kernel } else { self.fallback };
+            let on = |launch: Launch| Launch { module: kernel.module, ..launch };
             let [_, merge_ctas, _] = self.merge.grid;
             let at = |offset: usize| workspace + offset as u64;
             let layout = &self.layout;
@@ -331,7 +364,8 @@ mod call {
             attention.own_states = rows(layout.own_states, 2);
             PrefixCall {
                 schedule: on(self.schedule),
-                kernel: on(self.kernel),
+                kernel,
+                maps: maps.filter(|_| suits),
                 merge: on(Launch { grid: [problem.batch as u32, merge_ctas, 1], ..self.merge }),
                 attention,
                 parameters,

@@ -53,9 +53,6 @@ fn check_limits(problem: &Problem, facts: &CudaFacts) -> Result<(), String> {
             facts.compute_capability % 10
         ));
     }
-    if problem.rotary_dim > 0 {
-        return Err("`rotary_k` is given, and no CUDA kernel reads keys in two parts".into());
-    }
     let keys = problem.kv_len.max(problem.walked_keys());
     if keys > MAX_KEYS {
         return Err(format!("{keys} keys; CUDA kernels take up to {MAX_KEYS}"));
@@ -121,9 +118,11 @@ fn with_latent(
         tile_keys: latent.unit_keys as usize,
         block_rows: latent.tile_rows as usize,
         reason: format!(
-            "values are the first dims of keys, and each K tile is loaded once; {} where operands \
-             are not aligned to 16 bytes, or have strides that TMA cannot read",
-            choice.kernel.name()
+            "values are the first dims of keys, and each K tile is {} once; {} where operands are \
+             not aligned to 16 bytes, or have strides that {} cannot read",
+            if latent.cache == Cache::Mla656 { "converted" } else { "loaded" },
+            choice.kernel.name(),
+            if latent.cache == Cache::Mla656 { "copies of 16 bytes" } else { "TMA" },
         ),
     };
     let keys = latent.unit_keys as usize;
@@ -326,6 +325,8 @@ fn cache_of(problem: &Problem) -> Cache {
     let largest_dim = problem.head_dim.max(problem.value_dim);
     match (keys, values) {
         _ if problem.key_lists.is_some() && problem.dtype == DType::F32 => Cache::Any,
+        // Keys in two parts.
+        _ if problem.rotary_dim > 0 => Cache::Any,
         _ if keys == problem.dtype && values == problem.dtype => Cache::Elements,
         _ if problem.key_lists.is_some() => Cache::Any,
         // Codes are multiplied in f16, which is not enough for f32.

@@ -54,7 +54,7 @@ impl Shape {
                 ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
             }
             Cache::Bytes if bytes == 64 => 64,
-            Cache::Elements | Cache::Bytes | Cache::Any | Cache::Latent => {
+            Cache::Elements | Cache::Bytes | Cache::Any | Cache::Latent | Cache::Mla656 => {
                 bytes.next_multiple_of(128)
             }
         }

@@ -61,6 +61,18 @@ impl Described {
         described.is_legal().then_some(described)
     }
 
+    /// The same without the first `count` elements of each row, of two bytes each. `None` if TMA
+    /// cannot read the others.
+    pub fn without_first(self, count: usize) -> Option<Described> {
+        let [elements, heads, tokens, sequences] = self.dims;
+        let described = Described {
+            address: self.address + 2 * count as u64,
+            dims: [elements.checked_sub(count as u64)?, heads, tokens, sequences],
+            ..self
+        };
+        described.is_legal().then_some(described)
+    }
+
     fn is_legal(&self) -> bool {
         let strides =
             self.strides.iter().all(|&s| s.is_multiple_of(16) && (16..MAX_STRIDE).contains(&s));
@@ -124,6 +136,16 @@ mod tests {
         assert!(described(&[2, 0, 8, 128], &[0, 1024, 128, 1]).is_none(), "nothing to read");
         let dims = raw_dims(DType::BF16, &[9, 1, 64], None).unwrap();
         assert!(Described::from_dims(4104, &dims, 64).is_none(), "an odd address");
+    }
+
+    #[test]
+    fn last_elements_of_rows_have_the_strides_of_the_rows() {
+        let rows = described(&[3, 64, 1, 576], &[36_864, 576, 576, 1]).unwrap();
+        let last = rows.without_first(512).unwrap();
+        assert_eq!((last.address, last.dims), (4096 + 1024, [64, 1, 64, 3]));
+        assert_eq!((last.strides, last.box_dims), (rows.strides, rows.box_dims));
+        assert!(rows.without_first(4).is_none(), "an odd address");
+        assert!(rows.without_first(576).is_none(), "nothing to read");
     }
 
     #[test]

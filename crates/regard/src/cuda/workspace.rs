@@ -1,8 +1,9 @@
 //! The workspace: device memory for counters, partial states and tile maps.
 
-use super::{COUNTER_BYTES, driver};
+use super::{COUNTER_BYTES, DeviceMemory, WORKSPACE_ALIGNMENT, driver};
 use crate::error::Error;
 use crate::plan::Plan;
+use crate::problem::{Inputs, Outputs};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut, SyncOnDrop};
 use std::fmt;
 use std::sync::Arc;
@@ -74,4 +75,23 @@ impl fmt::Debug for Workspace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Workspace({} bytes)", self.memory.len())
     }
+}
+
+/// The workspace is large enough, aligned, and apart from every operand.
+pub(super) fn check_workspace(
+    plan: &Plan,
+    RawWorkspace { address, bytes }: RawWorkspace,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) -> Result<(), Error> {
+    if bytes < plan.workspace_bytes() {
+        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
+        return Err(Error::argument("workspace", format!("{bytes} bytes long"), allowed));
+    }
+    if !address.is_multiple_of(WORKSPACE_ALIGNMENT) {
+        let allowed = format!("a multiple of {WORKSPACE_ALIGNMENT}");
+        return Err(Error::argument("workspace", format!("at {address:#x}"), allowed));
+    }
+    let used = plan.workspace_bytes().max(COUNTER_BYTES.min(bytes));
+    outputs.check_workspace(inputs, address as usize, used)
 }

@@ -62,7 +62,7 @@ impl Params {
 }
 
 /// Maximum buffers of a kernel, parameters included.
-pub(crate) const BUFFERS: usize = 29;
+pub(crate) const BUFFERS: usize = 30;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -335,6 +335,7 @@ fn attention_buffers(
         optional(inputs.second_value_scales()),
         optional(&attention.second_indices),
         optional(&attention.second_counts),
+        optional(&attention.rotary_k),
     ]
 }
 
@@ -453,8 +454,9 @@ const SIMD_GROUPS: usize = 4;
 
 /// Whether kernels may load four elements of any row of these operands at once.
 fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
-    let second = [inputs.attention.second_k, inputs.second_values()];
-    [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(second.iter().flatten()).all(aligned)
+    let attention = &inputs.attention;
+    let others = [attention.rotary_k, attention.second_k, inputs.second_values()];
+    [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(others.iter().flatten()).all(aligned)
 }
 
 /// How kernels read keys or values of this type under queries of that one.
@@ -507,6 +509,7 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         kv_format(problem.key_dtype, problem.dtype) as i32,
         kv_format(problem.value_dtype, problem.dtype) as i32,
         problem.key_lists.map_or(0, list_kind),
+        (problem.rotary_dim > 0).into(),
     ];
     Pipeline { function: launch.function, constants }
 }
@@ -564,6 +567,9 @@ fn set_strides(
     parameters.key_strides = row_strides(k, k.rank() - 1);
     parameters.value_strides = row_strides(v, v.rank() - 1);
     parameters.out_strides = row_strides(&outputs.out, leading);
+    if let Some(rotary) = &attention.rotary_k {
+        parameters.rotary_strides = row_strides(rotary, rotary.rank() - 1);
+    }
     if let Some(scales) = &attention.k_scales {
         parameters.key_scale_strides = scale_strides(scales);
     }

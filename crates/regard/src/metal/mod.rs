@@ -48,7 +48,7 @@ pub use select::{Launch, functions};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
 #[doc(hidden)]
-pub const CONSTANTS: [(&str, ConstantType); 20] = [
+pub const CONSTANTS: [(&str, ConstantType); 21] = [
     ("HEAD_DIM", ConstantType::Int),
     ("VALUE_DIM", ConstantType::Int),
     ("TILE_ROWS", ConstantType::Int),
@@ -69,6 +69,7 @@ pub const CONSTANTS: [(&str, ConstantType); 20] = [
     ("KEY_FORMAT", ConstantType::Int),
     ("VALUE_FORMAT", ConstantType::Int),
     ("LISTS", ConstantType::Int),
+    ("TWO_PARTS", ConstantType::Bool),
 ];
 
 /// The type of a function constant.

@@ -77,6 +77,8 @@ parameters! {
         query_strides: RowStrides,
         /// Keys.
         key_strides: RowStrides,
+        /// The last dims of keys, if they are in a tensor of their own.
+        rotary_strides: RowStrides,
         /// Values.
         value_strides: RowStrides,
         /// Scales of keys; 0 along what shares one.

@@ -172,9 +172,6 @@ pub(crate) fn select(
 /// [`select`], with the reason alone as the error.
 fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Launch>, String> {
     check_limits(problem, facts)?;
-    if problem.rotary_dim > 0 {
-        return Err("`rotary_k` is given, and no Metal kernel reads keys in two parts".into());
-    }
     let listed = problem.listed_rows();
     let problem = listed.as_ref().unwrap_or(problem);
     let rows = row_count(problem);

@@ -66,6 +66,7 @@ impl Operands {
         };
         let small = small.generate();
         let shard = shard_of_two(problem);
+        let rotary_k = rotary_keys(problem, &k)?;
         let k_scales = scales(target, 4, &k)?;
         let v_scales = if has_own_values { scales(target, 5, &v)? } else { None };
         Ok(Operands {
@@ -98,6 +99,7 @@ impl Operands {
                     k_scales,
                     v_scales,
                     values: problem.values,
+                    rotary_k,
                     key_indices: lists.key_indices,
                     indices_are_slots: lists.indices_are_slots,
                     page_indices: lists.page_indices,
@@ -165,7 +167,7 @@ impl Keys {
         let head_major = target.layout == Layout::HeadMajor;
         let heads = problem.kv_heads;
         let dims = [
-            problem.head_dim / problem.key_dtype.values(),
+            (problem.head_dim - problem.rotary_dim) / problem.key_dtype.values(),
             problem.value_dim / problem.value_dtype.values(),
         ];
         let lens = lengths(target);
@@ -194,6 +196,14 @@ impl Keys {
         };
         Ok(Keys { k: k?, v: v?, kv_lens, cu_seqlens_k, block_table })
     }
+}
+
+/// The last dims of keys beside `k`, if they are in a tensor of their own.
+fn rotary_keys(problem: &Problem, k: &Array) -> Result<Option<Array>, Error> {
+    let mut shape = k.shape().to_vec();
+    let Some(dim) = shape.last_mut().filter(|_| problem.rotary_dim > 0) else { return Ok(None) };
+    *dim = problem.rotary_dim / problem.key_dtype.values();
+    Noise::new(problem.key_dtype).array(6, &shape).map(Some)
 }
 
 /// A shape with heads before tokens, if it is to be so.

@@ -4,7 +4,9 @@
 //! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
 //! nothing else of the crate.
 
+mod latent;
 mod name;
+mod prefill;
 mod tables;
 
 use name::Name;
@@ -59,6 +61,8 @@ pub enum Family {
     DecodeLatent,
     /// The rows of prefix groups over their shared prefix, with `mma.sync`.
     PrefixSm80,
+    /// The same with WGMMA and TMA.
+    PrefixSm90,
     /// Prefill with `mma.sync`.
     PrefillSm80,
     /// Prefill with WGMMA and TMA.
@@ -82,7 +86,7 @@ pub enum Config {
     Decode(DecodeConfig),
     /// A prefill module.
     Prefill(PrefillConfig),
-    /// A module of [`Family::PrefixSm80`], whose main loop is prefill's.
+    /// A module for prefix groups.
     Prefix(PrefillConfig),
     /// A module for all element types and head dims.
     Utility(Family),
@@ -126,6 +130,8 @@ pub enum Cache {
     Any,
     /// As elements, and values are the first dims of keys.
     Latent,
+    /// As records of `mla656`, whose first dims are the values.
+    Mla656,
 }
 
 impl Cache {
@@ -137,6 +143,7 @@ impl Cache {
             Cache::Q8_0 => 2,
             Cache::Q4_0 => 3,
             Cache::Any => 4,
+            Cache::Mla656 => 5,
         }
     }
 
@@ -149,13 +156,19 @@ impl Cache {
             Cache::Q4_0 => "q4_0_",
             Cache::Any => "any_",
             Cache::Latent => "latent_",
+            Cache::Mla656 => "mla656_",
         }
+    }
+
+    /// Whether values are the first dims of keys.
+    pub const fn is_latent(self) -> bool {
+        matches!(self, Cache::Latent | Cache::Mla656)
     }
 
     /// Whether shared memory holds codes, which are converted on the way into products.
     pub const fn has_codes(self) -> bool {
         match self {
-            Cache::Elements | Cache::Any | Cache::Latent => false,
+            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => false,
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 => true,
         }
     }
@@ -163,7 +176,7 @@ impl Cache {
     /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
     pub const fn block_bytes(self) -> Option<usize> {
         match self {
-            Cache::Elements | Cache::Any | Cache::Latent => None,
+            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => None,
             Cache::Bytes => Some(32),
             Cache::Q8_0 => Some(34),
             Cache::Q4_0 => Some(18),
@@ -247,6 +260,8 @@ pub enum Mainloop {
     },
     /// The same with a cluster of two CTAs per tile.
     Sm90Wide,
+    /// WGMMA and TMA for prefix groups.
+    Sm90Prefix,
 }
 
 /// The key counts that a module is selected for.
@@ -281,6 +296,7 @@ impl Family {
             Family::Decode => "decode.cu",
             Family::DecodeLatent => "decode_latent_sm90.cu",
             Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
+            Family::PrefixSm90 => "prefix_sm90.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
             Family::PrefillSm90Wide => "prefill_sm90_wide.cu",
             Family::Append => "append.cu",
@@ -295,7 +311,7 @@ impl Family {
         match self {
             Family::Decode | Family::DecodeLatent => "decode",
             Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
-            Family::PrefixSm80 => "prefix",
+            Family::PrefixSm80 | Family::PrefixSm90 => "prefix",
             Family::Append => "append",
             Family::Merge => "merge",
             Family::Ceiling => "ceiling",
@@ -305,7 +321,19 @@ impl Family {
 
     /// Whether its main loop multiplies by WGMMA and reads by TMA.
     pub const fn uses_wgmma(self) -> bool {
-        matches!(self, Family::DecodeLatent | Family::PrefillSm90 | Family::PrefillSm90Wide)
+        match self {
+            Family::DecodeLatent
+            | Family::PrefixSm90
+            | Family::PrefillSm90
+            | Family::PrefillSm90Wide => true,
+            Family::Decode
+            | Family::PrefixSm80
+            | Family::PrefillSm80
+            | Family::Append
+            | Family::Merge
+            | Family::Ceiling
+            | Family::MaskMap => false,
+        }
     }
 }
 
@@ -400,38 +428,7 @@ impl DecodeConfig {
 
     /// The source that it is compiled from.
     pub const fn family(&self) -> Family {
-        match self.cache {
-            Cache::Latent => Family::DecodeLatent,
-            _ => Family::Decode,
-        }
-    }
-
-    /// CTAs that share a tile.
-    pub const fn ctas_per_tile(&self) -> usize {
-        match self.cache {
-            Cache::Latent if self.tile_rows > 64 => self.tile_rows / 64,
-            _ => 1,
-        }
-    }
-
-    /// Threads per CTA over latent caches: two value warpgroups, a producer's, and with 16 rows a
-    /// score warpgroup.
-    pub const fn latent_threads(&self) -> usize {
-        if self.tile_rows == 16 { 128 * 4 } else { 128 * 3 }
-    }
-
-    /// Dynamic shared memory per CTA over latent caches, in bytes; the kernel asserts its layout
-    /// against it.
-    pub const fn latent_shared_bytes(&self) -> usize {
-        let Operands { head_dim, value_dim, .. } = self.operands;
-        let rows = self.tile_rows / self.ctas_per_tile();
-        let queries = rows * head_dim * 2;
-        // 64 rows keep their probabilities in the place of keys, and more numbers per row.
-        let (chunks, probabilities, numbers) =
-            if rows == 16 { (11, 2 * rows * 128, 3) } else { (8, 0, 6) };
-        let keys = 64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim));
-        let exchange = 512 + numbers * rows * 4;
-        1024 + queries + keys + probabilities + exchange
+        if self.cache.is_latent() { Family::DecodeLatent } else { Family::Decode }
     }
 
     const fn name(&self, architecture: Architecture) -> Name {
@@ -457,208 +454,14 @@ impl DecodeConfig {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
                 defines.push(("CACHE", self.cache.number()));
             }
-            Cache::Latent => {
+            Cache::Latent | Cache::Mla656 => {
                 defines.push(("CTAS_PER_TILE", self.ctas_per_tile()));
                 defines.push(("THREADS", self.latent_threads()));
                 defines.push(("SHARED_BYTES", self.latent_shared_bytes()));
             }
         }
-        defines
-    }
-}
-
-impl PrefillConfig {
-    /// The source that it is compiled from.
-    pub const fn family(&self) -> Family {
-        match self.mainloop {
-            Mainloop::Sm80 { .. } => Family::PrefillSm80,
-            Mainloop::Sm90 { .. } => Family::PrefillSm90,
-            Mainloop::Sm90Wide => Family::PrefillSm90Wide,
-        }
-    }
-
-    /// Threads per CTA.
-    pub const fn threads(&self) -> usize {
-        match self.mainloop {
-            Mainloop::Sm80 { warp_rows, value_warps, .. } => {
-                self.tile_rows / warp_rows * value_warps * 32
-            }
-            // A consumer warpgroup for each 64 rows of a CTA, and a producer.
-            Mainloop::Sm90 { .. } => 128 * (self.tile_rows / 64 + 1 + self.converters()),
-            // Two consumers share the 64 rows of a CTA.
-            Mainloop::Sm90Wide => 128 * 3,
-        }
-    }
-
-    /// Warpgroups that convert codes to 16-bit tiles.
-    const fn converters(&self) -> usize {
-        if self.cache.has_codes() { 1 } else { 0 }
-    }
-
-    /// CTAs that a multiprocessor has room for, by registers.
-    pub const fn min_ctas_per_sm(&self) -> usize {
-        match self.mainloop {
-            Mainloop::Sm80 { min_ctas_per_sm, .. } => min_ctas_per_sm,
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => 1,
-        }
-    }
-
-    /// CTAs per tile.
-    pub const fn cluster_size(&self) -> usize {
-        match self.mainloop {
-            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } => 1,
-            Mainloop::Sm90Wide => 2,
-        }
-    }
-
-    /// Keys per TMA box.
-    pub const fn box_keys(&self) -> usize {
-        match self.mainloop {
-            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } => self.tile_keys,
-            Mainloop::Sm90Wide => 32,
-        }
-    }
-
-    /// The key counts that it is selected for.
-    pub const fn key_range(&self) -> KeyRange {
-        match self.mainloop {
-            Mainloop::Sm90 { keys } => keys,
-            Mainloop::Sm80 { .. } | Mainloop::Sm90Wide => KeyRange::Any,
-        }
-    }
-
-    /// Dynamic shared memory per CTA, in bytes. Each kernel asserts its own layout against this.
-    pub const fn shared_bytes(&self) -> usize {
-        match self.mainloop {
-            Mainloop::Sm80 { value_warps, kv_buffers, .. } => {
-                self.sm80_bytes(value_warps, kv_buffers)
-            }
-            Mainloop::Sm90 { .. } => self.sm90_bytes(),
-            Mainloop::Sm90Wide => self.sm90_wide_bytes(),
-        }
-    }
-
-    /// The layout of `prefill_shape.cuh`: header, queries, keys, values; then probabilities and row
-    /// maxima if warps share rows, and scales.
-    const fn sm80_bytes(&self, value_warps: usize, kv_buffers: usize) -> usize {
-        let Operands { element, head_dim, value_dim, .. } = self.operands;
-        let key_pitch = (head_dim * element.bytes()).next_multiple_of(64);
-        let value_pitch = (value_dim * element.bytes()).next_multiple_of(64);
-        let header = 1024;
-        let queries = self.tile_rows * key_pitch;
-        let larger_pitch = if key_pitch > value_pitch { key_pitch } else { value_pitch };
-        let tiles = match kv_buffers {
-            4 => 2 * self.tile_keys * (key_pitch + value_pitch),
-            2 => self.tile_keys * (key_pitch + value_pitch),
-            _ => self.tile_keys * larger_pitch,
-        };
-        let exchange = if value_warps > 1 {
-            let weight_pitch = (self.tile_keys * element.bytes()).next_multiple_of(64);
-            self.tile_rows * (weight_pitch + value_warps * 4)
-        } else {
-            0
-        };
-        let stages = if kv_buffers == 4 { 2 } else { 1 };
-        let scales = match self.cache {
-            Cache::Any => stages * 2 * self.tile_keys * 4,
-            _ => 0,
-        };
-        header + queries + tiles + exchange + scales
-    }
-
-    /// The layout of `prefill_sm90.cu`: header, queries, pipelines of keys and of values; then the
-    /// output if it fits.
-    const fn sm90_bytes(&self) -> usize {
-        let key_row = Self::swizzled_row(self.operands.head_dim);
-        let value_row = Self::swizzled_row(self.operands.value_dim);
-        let (stages, query_slots) = if self.operands.head_dim <= 64 { (3, 2) } else { (2, 1) };
-        let header = 1024;
-        let queries = query_slots * self.tile_rows * key_row;
-        let pipelines = stages * self.tile_keys * (key_row + value_row);
-        let codes =
-            self.converters() * self.tile_keys * (self.operands.head_dim + self.operands.value_dim);
-        let unstaged = header + queries + pipelines + codes;
-        let staged = unstaged + self.tile_rows * value_row;
-        if staged <= HOPPER_SHARED_BYTES { staged } else { unstaged }
-    }
-
-    /// The layout of `prefill_sm90_wide.cu`: header, the queries of a CTA, two buffers of
-    /// probabilities; the rest is a pipeline of 16 KiB chunks.
-    const fn sm90_wide_bytes(&self) -> usize {
-        let rows = self.tile_rows / self.cluster_size();
-        let header = 2048;
-        let queries = rows * Self::swizzled_row(self.operands.head_dim);
-        let weights = 2 * rows * Self::swizzled_row(self.tile_keys);
-        let (chunk, before) = (16 << 10, header + queries + weights);
-        before + (HOPPER_SHARED_BYTES - before) / chunk * chunk
-    }
-
-    /// Bytes of a row of 16-bit elements in 128-byte swizzled columns.
-    const fn swizzled_row(elements: usize) -> usize {
-        (elements * 2).next_multiple_of(128)
-    }
-
-    /// Bytes per row of a module for prefix groups, behind the layout of prefill: `ROW_BYTES` of
-    /// `prefill_shape.cuh`.
-    const PREFIX_ROW_BYTES: usize = 48;
-
-    /// Dynamic shared memory per CTA of a module for prefix groups, in bytes.
-    pub const fn prefix_shared_bytes(&self) -> usize {
-        self.shared_bytes() + self.tile_rows * PrefillConfig::PREFIX_ROW_BYTES
-    }
-
-    const fn prefix_name(&self, architecture: Architecture) -> Name {
-        let name = self.operands.name(Family::PrefixSm80);
-        name.text(self.operands.build_name()).text(match architecture {
-            Architecture::Compute80 => "_sm80",
-            Architecture::Compute90 | Architecture::Compute90a => "_sm90",
-        })
-    }
-
-    fn prefix_defines(&self) -> Vec<(&'static str, usize)> {
-        let shared_bytes = ("SHARED_BYTES", self.prefix_shared_bytes());
-        let others = self.defines().into_iter().filter(|(name, _)| *name != shared_bytes.0);
-        others.chain([shared_bytes, ("PREFIX", 1)]).collect()
-    }
-
-    const fn name(&self) -> Name {
-        let name = self.operands.name(self.family()).text(self.cache.name());
-        name.text(self.operands.build_name()).text(match self.mainloop {
-            Mainloop::Sm80 { small: false, .. } => "_sm80",
-            Mainloop::Sm80 { small: true, .. } => "_sm80_small",
-            Mainloop::Sm90 { keys: KeyRange::Any } => "_sm90",
-            Mainloop::Sm90 { keys: KeyRange::Short | KeyRange::ShortCausal } => "_sm90_short",
-            Mainloop::Sm90Wide => "_sm90_wide",
-        })
-    }
-
-    fn defines(&self) -> Vec<(&'static str, usize)> {
-        let mut defines = self.operands.defines();
-        defines.push(self.operands.fallback());
-        defines.push(("TILE_ROWS", self.tile_rows));
-        defines.push(("TILE_KEYS", self.tile_keys));
-        if let Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, .. } = self.mainloop {
-            defines.push(("WARP_ROWS", warp_rows));
-            defines.push(("VALUE_WARPS", value_warps));
-            defines.push(("KV_BUFFERS", kv_buffers));
-        }
-        defines.push(("THREADS", self.threads()));
-        defines.push(("SHARED_BYTES", self.shared_bytes()));
-        defines.push(("MIN_CTAS_PER_SM", self.min_ctas_per_sm()));
-        if !matches!(self.cache, Cache::Elements) {
+        if matches!(self.cache, Cache::Mla656) {
             defines.push(("CACHE", self.cache.number()));
-        }
-        match self.mainloop {
-            Mainloop::Sm80 { .. } => {}
-            Mainloop::Sm90 { keys } => {
-                let max = if keys == KeyRange::Any { 0 } else { KeyRange::MAX_SHORT };
-                defines.push(("MAX_KEYS", max));
-                defines.push(("CAUSAL", (keys == KeyRange::ShortCausal) as usize));
-            }
-            Mainloop::Sm90Wide => {
-                defines.push(("CLUSTER_SIZE", self.cluster_size()));
-                defines.push(("BOX_KEYS", self.box_keys()));
-            }
         }
         defines
     }
@@ -685,7 +488,7 @@ impl Module {
         match &self.config {
             Config::Decode(decode) => decode.family(),
             Config::Prefill(prefill) => prefill.family(),
-            Config::Prefix(_) => Family::PrefixSm80,
+            Config::Prefix(prefix) => prefix.prefix_family(),
             Config::Utility(family) => *family,
         }
     }
@@ -768,8 +571,8 @@ mod tests {
     #[test]
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
-            // Modules for latent caches fall back to the modules for elements.
-            if config.cache == Cache::Latent {
+            // Modules for latent caches fall back to the modules for elements, or for any format.
+            if config.cache.is_latent() {
                 continue;
             }
             let operands = Operands { build: Build::Fallback, ..config.operands };

@@ -62,11 +62,11 @@ impl Rows {
         Module::new(Config::Decode(config), architecture)
     }
 
-    /// A decode module for latent caches, 576/512: query rows per tile, whether rows have lists of
-    /// keys.
-    const fn latent(&self, tile_rows: usize, lists: bool) -> Module {
+    /// A decode module for latent caches, 576/512: storage, query rows per tile, whether rows have
+    /// lists of keys.
+    const fn latent(&self, cache: Cache, tile_rows: usize, lists: bool) -> Module {
         let operands = self.operands(576, 512, Specialized);
-        let config = DecodeConfig { operands, cache: Cache::Latent, tile_rows, lists };
+        let config = DecodeConfig { operands, cache, tile_rows, lists };
         Module::new(Config::Decode(config), Compute90a)
     }
 
@@ -90,7 +90,7 @@ impl Rows {
         let operands = self.operands(head_dim, value_dim, build);
         let architecture = match mainloop {
             Mainloop::Sm80 { .. } => Compute80,
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => Compute90a,
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => Compute90a,
         };
         let cache = Cache::Elements;
         let config = PrefillConfig { operands, cache, tile_rows, tile_keys, mainloop };
@@ -197,13 +197,18 @@ impl Rows {
     /// The decode modules of a 16-bit type for latent caches, on Hopper.
     const fn decode_latent(&self) -> [Module; 6] {
         [
-            self.latent(16, false),
-            self.latent(64, false),
-            self.latent(128, false),
-            self.latent(16, true),
-            self.latent(64, true),
-            self.latent(128, true),
+            self.latent(Cache::Latent, 16, false),
+            self.latent(Cache::Latent, 64, false),
+            self.latent(Cache::Latent, 128, false),
+            self.latent(Cache::Latent, 16, true),
+            self.latent(Cache::Latent, 64, true),
+            self.latent(Cache::Latent, 128, true),
         ]
+    }
+
+    /// The same over records of `mla656`.
+    const fn decode_mla656(&self) -> [Module; 2] {
+        [self.latent(Cache::Mla656, 16, false), self.latent(Cache::Mla656, 16, true)]
     }
 
     /// The decode modules for caches in any format each under queries of any type, in f32.
@@ -350,10 +355,13 @@ impl Rows {
         Module::new(Config::Prefix(config), module.architecture)
     }
 
-    /// The modules for prefix groups of a 16-bit type. Specialized modules come in two builds: only
-    /// that for Hopper and later runs beside decode.
-    const fn prefix_16_bit(&self) -> [Module; 7] {
+    /// The modules for prefix groups of a 16-bit type. Specialized modules come in three builds:
+    /// for Hopper; for later GPUs, where it runs beside decode; and for earlier ones. All have the
+    /// same tiles, because the layers of a step have one schedule.
+    const fn prefix_16_bit(&self) -> [Module; 9] {
         [
+            self.prefix(64, Specialized, tile(128, 64), Mainloop::Sm90Prefix).must_not_spill(),
+            self.prefix(128, Specialized, tile(128, 64), Mainloop::Sm90Prefix).must_not_spill(),
             self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)).for_hopper(),
             self.prefix(128, Specialized, tile(128, 64), sm80(32, 1, 2, 2)).for_hopper(),
             self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)),
@@ -421,7 +429,7 @@ impl Mainloop {
             Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, .. } => {
                 Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, small: true }
             }
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => self,
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => self,
         }
     }
 }
@@ -432,7 +440,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 30] = [
+const LISTS: [List; 31] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -456,6 +464,8 @@ const LISTS: [List; 30] = [
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    // f16 cannot hold all rotary dims.
+    eight_bit(&BF16.decode_mla656()),
     eight_bit(&F32.decode_any()),
     eight_bit(&F32.decode_any_lists()),
     eight_bit(&F16.prefill_bytes()),

@@ -42,6 +42,8 @@ constant int VALUE_FORMAT [[function_constant(18)]];
 // The kind of entries in the lists of keys (decode): 0 where there are none, 1 for positions, 2 for physical
 // slots, 3 for pages, 4 for pages with their numbers in the sequence, 5 for physical slots of two caches.
 constant int LISTS [[function_constant(19)]];
+// Whether key dims from VALUE_DIM on are in a tensor of their own.
+constant bool TWO_PARTS [[function_constant(20)]];
 // A list of pages: entry e is slot e % BLOCK_SIZE of page e / BLOCK_SIZE. The rows of a sequence share it.
 #define LISTS_OF_PAGES (LISTS == 3 || LISTS == 4)
 #define LISTS_OF_SLOTS (LISTS == 2 || LISTS == 5)
@@ -142,6 +144,8 @@ struct Inputs {
     device const T* q;
     device const T* k;
     device const T* v;
+    // Key dims from VALUE_DIM on, if TWO_PARTS.
+    device const T* rotary_k;
     device const T* second_k;
     device const T* second_v;
 };
@@ -289,6 +293,10 @@ struct KeyView {
     long token_stride;
     device const int* table;
     int pages;
+    // Of the tensor of key dims from VALUE_DIM on, if TWO_PARTS.
+    device const T* rotary_data;
+    long rotary_page_stride;
+    long rotary_token_stride;
     // Of the second cache, if there are two.
     device const T* second_data;
     long second_page_stride;
@@ -314,6 +322,23 @@ METAL_FUNC device const T* key_address(KeyView<T> keys, int key, bool in_second 
     return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
 }
 
+// A row of keys or values. Keys have a second row if TWO_PARTS.
+template <typename T>
+struct KeyRow {
+    device const T* row;
+    device const T* rotary;
+};
+
+template <typename T>
+METAL_FUNC KeyRow<T> key_row(KeyView<T> keys, int key, bool in_second = false) {
+    device const T* row = key_address(keys, key, in_second);
+    if (!TWO_PARTS) return {row, row};
+    keys.data = keys.rotary_data;
+    keys.page_stride = keys.rotary_page_stride;
+    keys.token_stride = keys.rotary_token_stride;
+    return {row, key_address(keys, key)};
+}
+
 // The start of the list of a row (of its sequence, if lists are of pages) and key/value head.
 METAL_FUNC long list_start(SequenceHead head, constant TokenStrides& strides) {
     const int owner = LISTS_OF_PAGES ? head.sequence.index : head.sequence.list_row;
@@ -334,10 +359,26 @@ METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& stride
     keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
     if (LISTS_OF_PAGES) keys.table = operands.key_indices + list_start(head, params.list_strides);
     keys.pages = params.blocks;
+    keys.rotary_data = keys.data;
+    keys.rotary_page_stride = 0;
+    keys.rotary_token_stride = 0;
     keys.second_data = keys.data;
     keys.second_page_stride = 0;
     keys.second_token_stride = 0;
     keys.second_block_size = 1;
+    return keys;
+}
+
+// The same with the tensor of key dims from VALUE_DIM on.
+template <typename T>
+METAL_FUNC KeyView<T> with_rotary(KeyView<T> keys, device const T* data, constant RowStrides& strides,
+                                  SequenceHead head, constant AttentionParameters& params, OptionalOperands operands,
+                                  long unit = 1) {
+    if (!TWO_PARTS) return keys;
+    const KeyView<T> rotary = key_view(data, strides, head, params, operands, unit);
+    keys.rotary_data = rotary.data;
+    keys.rotary_page_stride = rotary.page_stride;
+    keys.rotary_token_stride = rotary.token_stride;
     return keys;
 }
 
@@ -444,7 +485,9 @@ METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, RowPart part) {
     vec<T, WIDTH> elements = vec<T, WIDTH>(T(0));
     UNROLL
     for (int i = 0; i < WIDTH; i++) {
-        if (part.is_inside || part.first + i < part.dims) elements[i] = row[part.first + i];
+        // Of a vector that is in both parts of a key, the first dims are before the second part.
+        const bool is_before = TWO_PARTS && part.first + i < 0;
+        if (part.is_inside || (!is_before && part.first + i < part.dims)) elements[i] = row[part.first + i];
     }
     return elements;
 }
@@ -473,6 +516,16 @@ METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& st
                                    constant AttentionParameters& params, OptionalOperands operands) {
     return {key_view(data, strides, head, params, operands),
             key_view((device const uchar*)data, strides, head, params, operands, format_bytes(format))};
+}
+
+// The same with the tensor of key dims from VALUE_DIM on.
+template <typename T>
+METAL_FUNC CacheView<T> with_rotary(CacheView<T> cache, device const T* data, constant RowStrides& strides, int format,
+                                    SequenceHead head, constant AttentionParameters& params,
+                                    OptionalOperands operands) {
+    return {with_rotary(cache.native, data, strides, head, params, operands),
+            with_rotary(cache.bytes, (device const uchar*)data, strides, head, params, operands,
+                        format_bytes(format))};
 }
 
 // The same with the second cache.
@@ -585,4 +638,34 @@ METAL_FUNC vec<float, WIDTH> load_elements(device const uchar* row, RowPart part
 template <int WIDTH, typename T>
 METAL_FUNC vec<T, WIDTH> load_elements(device const T* row, RowPart part, int) {
     return load_vector<T, WIDTH>(row, part);
+}
+
+// WIDTH neighbouring elements of a key's or value's row, in vectors V.
+template <int WIDTH, typename V, typename T>
+METAL_FUNC V load_row_vector(KeyRow<T> row, RowPart part, int format) {
+    if (!TWO_PARTS || part.dims == VALUE_DIM) return load_elements<WIDTH>(row.row, part, format);
+    const int rotary_dims = part.dims - VALUE_DIM;
+    if (VALUE_DIM % WIDTH == 0) {
+        const bool in_rotary = part.first >= VALUE_DIM;
+        const RowPart own = {in_rotary ? part.first - VALUE_DIM : part.first, in_rotary ? rotary_dims : VALUE_DIM,
+                             part.is_inside};
+        return load_elements<WIDTH>(in_rotary ? row.rotary : row.row, own, format);
+    }
+    V elements = load_elements<WIDTH>(row.row, {part.first, VALUE_DIM, false}, format);
+    const V rotary = load_elements<WIDTH>(row.rotary, {part.first - VALUE_DIM, rotary_dims, false}, format);
+    UNROLL
+    for (int i = 0; i < WIDTH; i++) {
+        if (part.first + i >= VALUE_DIM) elements[i] = rotary[i];
+    }
+    return elements;
+}
+
+// As load_elements.
+template <int WIDTH>
+METAL_FUNC vec<float, WIDTH> load_row(KeyRow<uchar> row, RowPart part, int format) {
+    return load_row_vector<WIDTH, vec<float, WIDTH>>(row, part, format);
+}
+template <int WIDTH, typename T>
+METAL_FUNC vec<T, WIDTH> load_row(KeyRow<T> row, RowPart part, int format) {
+    return load_row_vector<WIDTH, vec<T, WIDTH>>(row, part, format);
 }

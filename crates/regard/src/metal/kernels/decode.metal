@@ -65,11 +65,10 @@ METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread
             }
             if (LISTS_OF_PAGES) key = token;
         }
-        device const T* row = key_address(view, key, in_second);
+        const KeyRow<T> row = key_row(view, key, in_second);
         UNROLL
         for (int c = 0; c < CHUNKS; c++) {
-            vectors[j][c] =
-                load_elements<WIDTH>(row, lane_part<WIDTH>(c, loads.walk.lane, loads.dims), loads.format);
+            vectors[j][c] = load_row<WIDTH>(row, lane_part<WIDTH>(c, loads.walk.lane, loads.dims), loads.format);
         }
     }
 }
@@ -395,8 +394,9 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     // Prologue: the queries, and this lane's row with its keys of the split.
     constant SecondCache& second = params.second;
     const CacheView<T> keys =
-        with_second(cache_view(inputs.k, params.key_strides, KEY_FORMAT, head, params, operands), inputs.second_k,
-                    second.key_strides, KEY_FORMAT, head, params);
+        with_second(with_rotary(cache_view(inputs.k, params.key_strides, KEY_FORMAT, head, params, operands),
+                                inputs.rotary_k, params.rotary_strides, KEY_FORMAT, head, params, operands),
+                    inputs.second_k, second.key_strides, KEY_FORMAT, head, params);
     const CacheView<T> values =
         with_second(cache_view(inputs.v, params.value_strides, VALUE_FORMAT, head, params, operands), inputs.second_v,
                     second.value_strides, VALUE_FORMAT, head, params);
@@ -454,6 +454,7 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const T* second_k [[buffer(23)]], device const T* second_v [[buffer(24)]],
     device const float* second_k_scales [[buffer(25)]], device const float* second_v_scales [[buffer(26)]],
     device const int* second_indices [[buffer(27)]], device const int* second_counts [[buffer(28)]],
+    device const T* rotary_k [[buffer(29)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
@@ -462,7 +463,7 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
                                        v_scales,     mask,            key_offsets,     key_indices,    key_counts,
                                        page_numbers, second_k_scales, second_v_scales, second_indices, second_counts};
     const Outputs outputs = {out, lse, partials};
-    const Inputs<T> inputs = {q, k, v, second_k, second_v};
+    const Inputs<T> inputs = {q, k, v, rotary_k, second_k, second_v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;
     const int FOUR = MAX_ROWS < 4 ? MAX_ROWS : 4;

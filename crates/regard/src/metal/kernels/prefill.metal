@@ -27,8 +27,8 @@ METAL_FUNC int tile_stride(int dims) {
 // Four elements in the type of the tile, which holds them exactly: metal/select.rs takes tiles of floats for blocks and
 // for floats of another type than the queries.
 template <typename T, typename Stored>
-METAL_FUNC vec<T, 4> load_tile_elements(device const Stored* row, int dim, int dims, int format) {
-    const auto stored = load_elements<4>(row, {dim, dims, false}, format);
+METAL_FUNC vec<T, 4> load_tile_elements(KeyRow<Stored> row, int dim, int dims, int format) {
+    const auto stored = load_row<4>(row, {dim, dims, false}, format);
     vec<T, 4> elements;
     UNROLL
     for (int i = 0; i < 4; i++) elements[i] = T(stored[i]);
@@ -62,7 +62,8 @@ METAL_FUNC void copy_rows(threadgroup T* tile, KeyView<Stored> view, TileCopy co
     for (int j = copy.thread_index / row_threads; j < TILE_KEYS; j += rows) {
         const int key = first + j;
         const bool is_visible = key >= copy.range.x && key < copy.range.y;
-        device const Stored* row = is_visible ? key_address(view, key) : view.data;
+        KeyRow<Stored> row = {view.data, view.data};
+        if (is_visible) row = key_row(view, key);
         threadgroup T* to = tile + j * tile_stride<T>(copy.padded_dims);
         for (int n = copy.thread_index % row_threads; n < vectors; n += row_threads) {
             vec<T, 4> elements = vec<T, 4>(T(0));
@@ -464,7 +465,8 @@ METAL_FUNC KeySource<Q, T> key_source(Inputs<Q> inputs, PrefillTile tile, thread
     const int value_dims = part_matrices<PARTS>(VALUE_DIM) * 8 * PARTS;
     const int2 range = int2(tile.rows.start, tile.rows.end);
     KeySource<Q, T> source;
-    source.keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, tile.head, params, operands);
+    source.keys = with_rotary(cache_view(inputs.k, params.key_strides, KEY_FORMAT, tile.head, params, operands),
+                              inputs.rotary_k, params.rotary_strides, KEY_FORMAT, tile.head, params, operands);
     source.values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, tile.head, params, operands);
     source.scales = scale_views(tile.head, params, operands);
     source.key_copy = {KEY_FORMAT, HEAD_DIM, key_dims, range, thread_index};
@@ -569,6 +571,7 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
     device const uchar* map [[buffer(18)]], device const int* key_offsets [[buffer(19)]],
+    device const Q* rotary_k [[buffer(29)]],
     threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
@@ -578,7 +581,7 @@ template <typename Q, typename T, int MATRICES, int PARTS>
                                        v_scales,     map,          key_offsets, key_offsets, key_offsets,
                                        key_offsets,  k_scales,     v_scales,    key_offsets, key_offsets};
     const Outputs outputs = {out, lse, partials};
-    const Inputs<Q> inputs = {q, k, v, k, v};
+    const Inputs<Q> inputs = {q, k, v, rotary_k, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     prefill_rows<Q, T, MATRICES, PARTS>(params, inputs, operands, outputs, shared, at);
 }

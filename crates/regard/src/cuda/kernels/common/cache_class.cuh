@@ -11,6 +11,7 @@ enum class CacheClass : int {
     Bytes = 1,    // 8-bit codes: e4m3, e5m2, i8, known at run time
     Q8_0 = 2,
     Q4_0 = 3,
-    Any = 4, // any format each, converted while they are loaded; queries are of any type too
+    Any = 4,    // any format each, converted while they are loaded; queries are of any type too
+    Mla656 = 5, // latent rows of 656 bytes
 };
 constexpr CacheClass CACHE_CLASS = CacheClass(CACHE);

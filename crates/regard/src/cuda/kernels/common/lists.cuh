@@ -176,9 +176,9 @@ template <class Tile> static __device__ __forceinline__ ListedKey find_listed_ke
     return {key, place, false};
 }
 
-// The address of a listed key of 16 bits per element.
+// The address of a listed key. `bytes`: of an element, which strides count.
 template <class Tile> static __device__ __forceinline__ unsigned long long
-listed_key_address(const AttentionParameters &params, const Tile &tile, const ListedKey &listed) {
+listed_key_address(const AttentionParameters &params, const Tile &tile, const ListedKey &listed, int bytes) {
     KeyPlace place = listed.place;
     const KvTensor &keys = listed.in_second ? lists_of(params).second.keys : params.keys;
     long long at =
@@ -189,5 +189,5 @@ listed_key_address(const AttentionParameters &params, const Tile &tile, const Li
         find_kv_start(params, tile, at, value_start);
         at += place.token * keys.strides.token;
     }
-    return keys.pointer + at * 2;
+    return keys.pointer + at * bytes;
 }

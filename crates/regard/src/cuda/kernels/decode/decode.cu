@@ -31,6 +31,9 @@ struct Worker {
 #if CACHE
     const CacheParameters &cache;
 #endif
+#if CACHE == 4
+    const KvTensor &rotary; // key dims from the value dim on, if they are in a tensor of their own; else null
+#endif
     Shared &shared;
     unsigned query; // shared memory: the tile's queries
     unsigned ring;  // shared memory: this group's pipeline stages
@@ -337,10 +340,7 @@ struct Worker {
         load_any_queries(*this);
         return;
 #endif
-        if constexpr (HAS_CODES) {
-            load_code_queries(*this);
-            return;
-        }
+        if constexpr (HAS_CODES) return load_code_queries(*this);
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
         for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += blockDim.x) {
             int row = i / CHUNKS, column = i - row * CHUNKS;
@@ -667,11 +667,15 @@ static __device__ __forceinline__ void find_range(const AttentionParameters &par
 // The loop over rows stays in the kernel: NVRTC compiles a function around it, although inlined, to other code.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 #if LISTS && CACHE
-    decode(const __grid_constant__ ListedParameters listed, const __grid_constant__ CacheParameters cache) {
+    decode(const __grid_constant__ ListedParameters listed, const __grid_constant__ CacheParameters cache,
+           const __grid_constant__ KvTensor rotary) {
     const AttentionParameters &params = listed.attention;
 #elif LISTS
     decode(const __grid_constant__ ListedParameters listed) {
     const AttentionParameters &params = listed.attention;
+#elif CACHE == 4
+    decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ CacheParameters cache,
+           const __grid_constant__ KvTensor rotary) {
 #elif CACHE
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ CacheParameters cache) {
 #else
@@ -683,7 +687,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     float *states = (float *)(dynamic_shared + RING_OFFSET);
     static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reserves this much shared memory");
 
-#if CACHE
+#if CACHE == 4
+    Worker w = {params, cache, rotary, shared};
+#elif CACHE
     Worker w = {params, cache, shared};
 #else
     Worker w = {params, shared};

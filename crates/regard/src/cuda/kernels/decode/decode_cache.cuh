@@ -26,20 +26,26 @@ static __device__ __forceinline__ bool varies(const AttentionParameters &params,
     return strides.token != 0 || (params.block_size && strides.batch != 0);
 }
 
-// The first scale of a tile's head.
-static __device__ __forceinline__ const float *scale_start(const AttentionParameters &params, const Tile &tile,
-                                                           unsigned long long scales, const RowStrides &strides) {
+// The offset of a tile's head in a tensor with a row per key, in elements: in the pool if paged, else of the sequence.
+static __device__ __forceinline__ long long row_start(const AttentionParameters &params, const Tile &tile,
+                                                      const RowStrides &strides) {
     long long at = tile.kv_head * strides.head;
     if (!params.block_size)
         at += params.cu_seqlens_k ? tile.seq.kv_start * strides.token : tile.sequence * strides.batch;
-    return (const float *)scales + at;
+    return at;
 }
 
-// The offset of a key's scale from there. `entry`: of the page table.
-template <class Worker> static __device__ __forceinline__ long long scale_offset(const Worker &w, int key, int entry,
-                                                                                 const RowStrides &strides) {
+// The offset of a key's row from there. `entry`: of the page table.
+template <class Worker>
+static __device__ __forceinline__ long long row_offset(const Worker &w, int key, int entry, const RowStrides &strides) {
     if (!w.params.block_size) return key * strides.token;
     return page_of(w.params, entry) * strides.batch + page_slot(w.params, key, w.entry_of(key)) * strides.token;
+}
+
+// The first scale of a tile's head.
+static __device__ __forceinline__ const float *scale_start(const AttentionParameters &params, const Tile &tile,
+                                                           unsigned long long scales, const RowStrides &strides) {
+    return (const float *)scales + row_start(params, tile, strides);
 }
 
 // Starts the copies of a K tile's scales: of keys, then of values. Keys outside of the worker's range get zeros.
@@ -63,12 +69,12 @@ static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to,
         }
         if (w.keys_scaled)
             cp_async_word(to + i * 4,
-                          scale_start(w.params, w.tile, w.cache.key_scales, keys) + scale_offset(w, near, entry, keys),
+                          scale_start(w.params, w.tile, w.cache.key_scales, keys) + row_offset(w, near, entry, keys),
                           present);
         if (w.products.view.values_scaled)
             cp_async_word(to + (TILE_KEYS + i) * 4,
                           scale_start(w.params, w.tile, w.cache.value_scales, values) +
-                              scale_offset(w, near, entry, values),
+                              row_offset(w, near, entry, values),
                           present);
     }
 }
@@ -177,18 +183,23 @@ static __device__ __forceinline__ const float *listed_scale(const Worker &w, con
 }
 #endif
 
-// Rows of any format, dequantized to f32: 16 bytes of f32 per thread and step.
+// Rows of any format, dequantized to f32: 16 bytes of f32 per thread and step. Where keys are in two parts, their dims
+// from the value dim on are in the rows of `rotary`, which has the format and the scales of keys.
 template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
 load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
     constexpr int CHUNKS = DIM / CHUNK;
     CacheFormat format = KEYS ? w.cache.key_format : w.cache.value_format;
     const RowStrides &strides = KEYS ? w.cache.key_scale_strides : w.cache.value_scale_strides;
     unsigned long long scales = KEYS ? w.cache.key_scales : w.cache.value_scales;
+    const RowStrides &rotary_strides = w.rotary.strides;
+    unsigned long long rotary_base =
+        w.rotary.pointer + row_start(w.params, w.tile, rotary_strides) * format_bytes(format);
+    int first_part_dims = KEYS && w.rotary.pointer ? w.params.value_dim : dims;
 #pragma unroll 1
     for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
         int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
         bool present = key >= w.key_start && key < w.key_end;
-        unsigned long long from = base;
+        unsigned long long from = base, rotary = rotary_base;
         float scale = 1.0f;
 #if LISTS
         ListedKey listed = {-1, {0, 0}, false};
@@ -196,6 +207,9 @@ load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims
         present = listed.key >= 0;
         if (present) {
             from = w.template listed_address<KEYS>(listed, base, format_bytes(format));
+            rotary += ((w.params.block_size ? listed.place.batch * rotary_strides.batch : 0) +
+                       listed.place.token * rotary_strides.token) *
+                      format_bytes(format);
             if (scales) scale = *listed_scale<KEYS>(w, listed);
         }
 #else
@@ -204,14 +218,19 @@ load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims
             int entry = w.look_up(key);
             w.locate(key, entry, key_offset, value_offset);
             from += (KEYS ? key_offset : value_offset) * format_bytes(format);
-            if (scales) scale = scale_start(w.params, w.tile, scales, strides)[scale_offset(w, key, entry, strides)];
+            rotary += row_offset(w, key, entry, rotary_strides) * format_bytes(format);
+            if (scales) scale = scale_start(w.params, w.tile, scales, strides)[row_offset(w, key, entry, strides)];
         }
 #endif
         Bits *chunk_to = (Bits *)__cvta_shared_to_generic(swizzle(to, row, PITCH, column * 16));
 #pragma unroll 1
         for (int i = 0; i < CHUNK; i++) {
             int dim = column * CHUNK + i;
-            chunk_to[i] = E::from_float(present && dim < dims ? load_value(from, dim, format, scale) : 0.0f);
+            bool in_rotary = dim >= first_part_dims;
+            float value = 0.0f;
+            if (present && dim < dims)
+                value = load_value(in_rotary ? rotary : from, in_rotary ? dim - first_part_dims : dim, format, scale);
+            chunk_to[i] = E::from_float(value);
         }
     }
 }

@@ -19,7 +19,11 @@
 #endif
 
 constexpr int MAX_KEY_GROUPS = 8;
+#if defined(THREADS) && THREADS > 512
+constexpr int MAX_WARPS = THREADS / 32;
+#else
 constexpr int MAX_WARPS = 16;
+#endif
 
 // How the work of a tile is counted.
 struct TileCosts {

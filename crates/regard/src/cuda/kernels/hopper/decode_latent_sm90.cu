@@ -14,12 +14,16 @@
 //
 // With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one.
 //
+// Over records of mla656 (CACHE), loaders convert codes to bf16, by lists or not.
+//
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
 // Caches whose tokens several devices take in turn: see common/problem.cuh.
 #define HAS_STRIDED_KEYS 1
 #include "hopper/latent_combine.cuh"
-#if LISTS
+#if CACHE
+#include "hopper/latent_convert.cuh"
+#elif LISTS
 #include "hopper/latent_gather.cuh"
 #endif
 #include "hopper/latent_loader.cuh"
@@ -31,7 +35,9 @@
 
 namespace latent {
 
-static __device__ __forceinline__ void run_cta(const AttentionParameters &params, const TensorMap &keys) {
+// `rest`: the dims of keys that are not values, which may be in a tensor of their own.
+template <class Rest> static __device__ __forceinline__ void run_cta(const AttentionParameters &params,
+                                                                     const TensorMap &keys, const Rest &rest) {
     Shared &shared = *(Shared *)dynamic_shared;
     Exchange &exchange = *(Exchange *)(dynamic_shared + EXCHANGE_OFFSET);
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
@@ -57,7 +63,10 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         for (int i = 0; i < VALUE_WARPGROUPS; i++) mbarrier_init(shared.products_done[i], 4);
         mbarrier_init(shared.max_full, 4);
         hopper::fence_mbarrier_init();
-        if (!LISTS) hopper::prefetch_tensor_map(keys);
+#if !LISTS && !CACHE
+        hopper::prefetch_tensor_map(keys);
+        hopper::prefetch_tensor_map(rest);
+#endif
     }
     touch_parameters(params);
     // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
@@ -87,12 +96,15 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         if (warp == SCHEDULER_WARP) {
             run_scheduler(shared, {params, cta_range, first_sequence, is_scheduled(params)}, lane);
         } else {
-#if LISTS
-            Gatherer loader = {params, shared, base, warp - LOADER_WARP, lane};
+#if CACHE
+            Converter loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
+#elif LISTS
+            Gatherer loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
 #else
             // Keys per box: a K tile's, or what these and pages are both made of.
             int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
-            Loader loader = {params, keys, shared, base, warp - LOADER_WARP, lane, __ffs(box_keys) - 1};
+            const TensorMap &map = warp - LOADER_WARP == VALUE_WARPGROUPS ? rest : keys;
+            Loader loader = {params, map, shared, base, warp - LOADER_WARP, lane, __ffs(box_keys) - 1};
 #endif
             loader.run();
         }
@@ -105,17 +117,33 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
 
 } // namespace latent
 
-#if LISTS
+#if CACHE
+// Modules for caches in another format have its parameters; the format of this one has no choices.
+#define CACHE_PARAMETER , const __grid_constant__ CacheParameters
+#else
+#define CACHE_PARAMETER
+#endif
 extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
-    decode(const __grid_constant__ ListedParameters call) {
-    latent::run_cta(call.attention, TensorMap());
+#if CACHE && LISTS
+    decode(const __grid_constant__ ListedParameters call CACHE_PARAMETER) {
+    latent::run_cta(call.attention, TensorMap(), KvTensor());
+}
+#elif CACHE
+    decode(const __grid_constant__ AttentionParameters params CACHE_PARAMETER) {
+    latent::run_cta(params, TensorMap(), KvTensor());
+}
+#elif LISTS
+    decode(const __grid_constant__ ListedParameters call, const __grid_constant__ KvTensor rest) {
+    latent::run_cta(call.attention, TensorMap(), rest);
 }
 #else
-extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
-    decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ TensorMap keys) {
-    latent::run_cta(params, keys);
+    decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ TensorMap keys,
+           const __grid_constant__ TensorMap rest) {
+    latent::run_cta(params, keys, rest);
 }
+#endif
 
+#if !LISTS
 extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     schedule_ctas(const __grid_constant__ AttentionParameters params) {
     write_schedule(params);

@@ -1,73 +1,16 @@
 // Loaders of the decode kernel for latent caches where rows have lists of keys: cp.async copies the listed keys one by
 // one, in the layout that TMA would write.
 #pragma once
-#include "hopper/latent_shape.cuh"
+#include "hopper/latent_keys.cuh"
 
 namespace latent {
 
 // A loader warp: copies the chunks of value warpgroup `index`, or the rest of K tiles.
-struct Gatherer {
-    const AttentionParameters &params;
-    Shared &shared;
-    unsigned base; // of shared memory
-    int index, lane;
-
-    // The keys of a K tile: a lane has where keys `lane` and 32 + `lane` are.
-    struct Keys {
-        const unsigned char *from[2];
-        unsigned present[2]; // bit k: key k, or 32 + k, exists and is seen
-    };
-
-    __device__ __forceinline__ Keys find_keys(const Piece &piece, int key_tile) const {
-        const Tile &tile = piece.tile;
-        Keys keys;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int entry = key_tile * KEYS + 32 * half + lane;
-            ListedKey listed = {-1, {0, 0}, false};
-            if (entry >= piece.key_start && entry < piece.key_end) listed = find_listed_key(params, tile, entry);
-            bool present = listed.key >= 0;
-            keys.present[half] = __ballot_sync(~0u, present);
-            keys.from[half] =
-                (const unsigned char *)(present ? listed_key_address(params, tile, listed) : params.keys.pointer);
-        }
-        return keys;
-    }
-
-    // Copies 64-dim columns `column` to `column` + COUNT - 1 of the keys; eight lanes have a key.
-    template <int COUNT> __device__ __forceinline__ void copy(const Keys &keys, int column, unsigned to) const {
-        int part = lane % 8;
-        unsigned dim_bytes = column * 128 + part * 16;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll 4
-            for (int first = 0; first < 32; first += 4) {
-                int key = first + lane / 8;
-                const unsigned char *from =
-                    (const unsigned char *)__shfl_sync(~0u, (unsigned long long)keys.from[half], key) + dim_bytes;
-                int bytes = keys.present[half] >> key & 1 ? 16 : 0;
-                unsigned at = to + (32 * half + key) * 128 + ((part ^ key % 8) << 4);
-#pragma unroll
-                for (int i = 0; i < COUNT; i++) cp_async(at + i * SUBTILE_BYTES, from + i * 128, bytes);
-            }
-        }
-    }
-
+struct Gatherer : KeyLoader {
     __device__ __forceinline__ void load_chunk(const Keys &keys, int i, const PipelineState<CHUNKS> &chunk) const {
         hopper::mbarrier_wait(shared_address(&shared.empty[chunk.index]), chunk.phase ^ 1);
-        copy<CHUNK_SUBTILES>(keys, first_dim_of(i) / 64, chunk_address(base, chunk));
+        copy<CHUNK_SUBTILES>(keys, first_dim_of(i) * 2, chunk_address(base, chunk));
         hopper::mbarrier_arrive_copies(shared_address(&shared.full[chunk.index]));
-    }
-
-    __device__ __forceinline__ void load_rest(const Keys &keys, const PipelineState<REST_STAGES> &rest) const {
-        hopper::mbarrier_wait(shared_address(&shared.rest_empty[rest.index]), rest.phase ^ 1);
-        unsigned full = shared_address(&shared.rest_full[rest.index]);
-        if (lane == 0) {
-            shared.present[rest.index] = (unsigned long long)keys.present[1] << 32 | keys.present[0];
-            hopper::mbarrier_arrive(full);
-        }
-        copy<REST_SUBTILES>(keys, VALUE_DIM / 64, base + REST_OFFSET + rest.index * REST_BYTES);
-        hopper::mbarrier_arrive_copies(full);
     }
 
     __device__ __forceinline__ void run() const {

@@ -97,7 +97,7 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
 // A loader warp: loads the chunks of value warpgroup `index`, or the rest of K tiles.
 struct Loader {
     const AttentionParameters &params;
-    const TensorMap &map;
+    const TensorMap &map; // of the dims that it loads
     Shared &shared;
     unsigned base; // of shared memory
     int index, lane;
@@ -178,7 +178,7 @@ struct Loader {
                 if (index == VALUE_WARPGROUPS) {
                     Stage stage = {shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
                                    base + REST_OFFSET + rest.index * REST_BYTES};
-                    load(stage, {VALUE_DIM / 64, REST_SUBTILES, key_tile}, kv_head, place);
+                    load(stage, {0, REST_SUBTILES, key_tile}, kv_head, place);
                     rest.advance();
                 } else {
 #pragma unroll 1

@@ -28,8 +28,8 @@ struct RowScores : ScoreWarpgroup {
         int end = piece.end_tile();
 #pragma unroll 1
         for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
-            mma_qk([&](unsigned long long queries, unsigned long long keys, int keep) {
-                Wgmma<ROWS>::mma_ss(scores, keys, queries, keep);
+            mma_qk([&](float (&sum)[SCORES], unsigned long long queries, unsigned long long keys, int keep) {
+                Wgmma<ROWS>::mma_ss(sum, keys, queries, keep);
             });
             modify_scores(piece.tile, key_tile * KEYS);
             softmax_step();
@@ -125,9 +125,11 @@ struct RowScores : ScoreWarpgroup {
         wait_probs_empty();
         // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
 #pragma unroll
-        for (int j = 0; j < ROWS / 8; j += 2)
-            store_pairs(probability_chunk(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), j,
-                        hopper::stmatrix_x4_transposed);
+        for (int tile = 0; tile < PROB_TILES; tile++)
+#pragma unroll
+            for (int j = 0; j < ROWS / 8; j += 2)
+                store_pairs(probability_chunk(tile, 8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), tile, j,
+                            hopper::stmatrix_x4_transposed);
         publish(rescales);
     }
 
@@ -187,7 +189,7 @@ struct RowValues : ValueWarpgroup {
                 for (int j = 0; j < CHUNK_SUBTILES; j++)
                     Wgmma<ROWS>::mma_ss_rows_transposed(out[i * CHUNK_SUBTILES + j],
                                                         SharedTile<KEYS>{keys + j * SUBTILE_BYTES}.mn_major(step),
-                                                        probabilities(step));
+                                                        probabilities(i, step));
             hopper::wgmma_commit();
         }
         static_assert(OWN_CHUNKS == 2, "the waits below");
@@ -244,11 +246,11 @@ static __device__ __forceinline__ void run_consumer(const AttentionParameters &p
                                                     Exchange &exchange, int warp, int lane) {
     Consumer common = {params, shared, exchange, shared_address(dynamic_shared), warp / 4, warp % 4, lane};
     if (warp >= SCORE_WARP) {
-        hopper::setmaxnreg_inc<SCORE_REGISTERS>();
+        set_registers<SCORE_REGISTERS>();
         RowScores rows = {common};
         run_scores(rows);
     } else {
-        hopper::setmaxnreg_inc<VALUE_REGISTERS>();
+        set_registers<VALUE_REGISTERS>();
         RowValues rows = {common};
         run_values(rows);
     }

@@ -1,7 +1,7 @@
 // Shapes and shared memory of the decode kernel for latent caches, and the buffers between its warps.
 //
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES
-// (rows of `decode_latent_sm90` in cuda/registry/tables.rs).
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES,
+// and CACHE if keys are records of mla656 (rows of `decode_latent_sm90` in cuda/registry/tables.rs).
 #pragma once
 #include "common/arrival.cuh"
 #include "common/paging.cuh"
@@ -29,33 +29,64 @@ constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUB
 static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
     return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
 }
+// Whether keys are records of mla656, which the loaders convert.
+constexpr bool CONVERTS = CACHE_CLASS == CacheClass::Mla656;
 // A CTA's warps: of the value warpgroups, with 16 rows of a score warpgroup, the scheduler, and the loaders.
 constexpr bool HAS_SCORE_WARPGROUP = ROWS == 16;
 constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + (HAS_SCORE_WARPGROUP ? 4 : 0),
               LOADER_WARP = SCHEDULER_WARP + 1;
-constexpr int LOADERS = VALUE_WARPGROUPS + 1; // one for the chunks of each value warpgroup, one for the rest
+// One for the chunks of each value warpgroup, one for the rest; converters take chunks in turn.
+constexpr int PRODUCER_WARPS = CONVERTS ? 8 : 4, LOADERS = PRODUCER_WARPS - 1;
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
 // The warps that load queries: those of the warpgroups that have scores.
 constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
-// of an SM.
-constexpr int VALUE_REGISTERS = HAS_SCORE_WARPGROUP ? 160 : 216, SCORE_REGISTERS = 136,
-              PRODUCER_REGISTERS = HAS_SCORE_WARPGROUP ? 56 : 72;
-static_assert(THREADS == CONSUMER_THREADS + 128, "the host reserves this much shared memory");
+// that the CTA has at launch.
+constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 216
+                                : CONVERTS           ? 88
+                                                     : 160,
+              SCORE_REGISTERS = 136,
+              PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 72
+                                   : CONVERTS           ? 80
+                                                        : 56,
+              LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + HAS_SCORE_WARPGROUP * SCORE_REGISTERS) +
+                      32 * PRODUCER_WARPS * PRODUCER_REGISTERS <=
+                  THREADS * LAUNCH_REGISTERS,
+              "setmaxnreg would wait for ever");
+template <int COUNT> static __device__ __forceinline__ void set_registers() {
+    if constexpr (COUNT > LAUNCH_REGISTERS) {
+        hopper::setmaxnreg_inc<COUNT>();
+    } else {
+        hopper::setmaxnreg_dec<COUNT>();
+    }
+}
+static_assert(THREADS == CONSUMER_THREADS + 32 * PRODUCER_WARPS, "the host launches this many");
 static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM &&
                   (ROWS == 16 || ROWS == 64),
               "the only shapes that this kernel has");
 
 // Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit. 64 rows leave their
 // probabilities in the rest of the K tile, which nothing reads after Q K^T.
-constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = 3, PROB_STAGES = 2;
-constexpr int PROB_BYTES = ROWS * KEYS * 2;
+//
+// Records of mla656 have a scale per key and chunk. K tiles are codes, which are exact in bf16: scales multiply the
+// scores of each chunk, and probabilities, of which every chunk has its own. (Codes times scales, rounded to bf16, have
+// scores that are too far off for the log-sum-exp, and for outputs if few keys have most of the weight.)
+constexpr int CHUNKS = ROWS == 64 ? 8 : CONVERTS ? 10 : 11, REST_STAGES = 3, PROB_STAGES = 2;
+constexpr int PROB_TILES = CONVERTS ? TILE_CHUNKS : 1; // of a stage
+constexpr int PROB_BYTES = PROB_TILES * ROWS * KEYS * 2;
+// Scales of the keys of a K tile, which come with its rest.
+constexpr int SCALE_BYTES = CONVERTS ? KEYS * TILE_CHUNKS * 4 : 0;
+static_assert(!CONVERTS || TILE_ROWS == 16, "64 rows have no registers for products of each chunk");
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
 // Keys of lists are copied by each of them.
 constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS;
-// Arrivals at the barriers of loaded stages: one with TMA, else one per thread of a warp, and one more of the thread
-// that stores which keys exist.
-constexpr int LOADED_ARRIVALS = LISTS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : 1,
+// Arrivals at the barriers of loaded stages: one with TMA and of converters, else one per thread of a warp, and one
+// more of the thread that stores which keys exist.
+constexpr int LOADED_ARRIVALS = LISTS && !CONVERTS ? 32 : 1,
+              REST_ARRIVALS = LISTS      ? 33
+                              : CONVERTS ? 32
+                                         : 1,
               RELEASE_ARRIVALS = 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
@@ -93,7 +124,8 @@ struct Shared {
 // Shared-memory layout.
 constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
               REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES, PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
-              EXCHANGE_OFFSET = PROBS_OFFSET + (HAS_SCORE_WARPGROUP ? PROB_STAGES * PROB_BYTES : 0);
+              SCALES_OFFSET = PROBS_OFFSET + (HAS_SCORE_WARPGROUP ? PROB_STAGES * PROB_BYTES : 0),
+              EXCHANGE_OFFSET = SCALES_OFFSET + REST_STAGES * SCALE_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "it overlaps the queries");
 
 // The keys that a row sees.

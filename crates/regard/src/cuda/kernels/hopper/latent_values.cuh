@@ -10,9 +10,10 @@ struct ValueWarpgroup : Consumer {
     PipelineState<PROB_STAGES> probs;
     unsigned factor_phase = 0;
 
-    // The descriptor of the probabilities of 16 keys.
-    __device__ __forceinline__ unsigned long long probabilities(int step) const {
-        return SharedTile<ROWS>{base + PROBS_OFFSET}.k_major(probs.index * (KEYS / 16) + step);
+    // The descriptor of the probabilities of 16 keys, for chunk i of this warpgroup's values.
+    __device__ __forceinline__ unsigned long long probabilities(int i, int step) const {
+        int tile = PROB_TILES > 1 ? i * VALUE_WARPGROUPS + warpgroup : 0;
+        return SharedTile<ROWS>{base + PROBS_OFFSET}.k_major((probs.index * PROB_TILES + tile) * (KEYS / 16) + step);
     }
 };
 

@@ -6,23 +6,22 @@
 constexpr int MERGE_FLOAT4S = (VALUE_DIM + 127) / 128;
 constexpr int MERGE_BATCH = 8; // parts that are loaded before any is used
 
-// A row and its states: decode's first, then the splits of the prefix.
+// A row and its states: decode's, and those of the splits of the prefix (its parts).
 struct MergedRow {
     const float2 *own_state, *part_states;
     const float *own_out, *part_outs;
-    int parts;           // of the prefix
-    long long part_step; // states from one split to the next
+    int parts;
+    long long part_step; // states from one part to the next
     float own_factor;    // from decode's units of scores
 
-    __device__ __forceinline__ State state(int k) const {
-        if (k > parts) return {-INF, 0.0f};
-        float2 found = __ldcg(k == 0 ? own_state : part_states + (k - 1) * part_step);
-        if (k == 0 && found.x != -INF) found.x *= own_factor;
-        return {found.x, found.y};
+    __device__ __forceinline__ State own() const {
+        float2 found = __ldcg(own_state);
+        return {found.x == -INF ? -INF : found.x * own_factor, found.y};
     }
-    __device__ __forceinline__ float4 out(int k, int column) const {
-        const float *from = k == 0 ? own_out : part_outs + (k - 1) * part_step * VALUE_DIM;
-        return __ldcg((const float4 *)(from + column));
+    __device__ __forceinline__ State part(int k) const {
+        if (k >= parts) return {-INF, 0.0f};
+        float2 found = __ldcg(part_states + k * part_step);
+        return {found.x, found.y};
     }
 };
 
@@ -60,57 +59,83 @@ static __device__ __forceinline__ MergedRow find_parts(const AttentionParameters
     row.own_state = (const float2 *)((const float *)params.own_states.pointer + sequence * states.batch +
                                      at * states.token + head * states.head);
     row.own_factor = params.unmodified_scores || has_natural_scores(params) ? 1.0f : LOG2_E;
-    const PrefixGroup &group = ((const PrefixGroup *)prefix.schedule)[place.first];
+    // Read past L1, which may still hold an earlier schedule.
+    const PrefixGroup *group = (const PrefixGroup *)prefix.schedule + place.first;
+    int splits = __ldcg(&group->splits), rows = __ldcg(&group->rows);
     int kv_head = head / params.group, packed = (place.second + token) * params.group + head - kv_head * params.group;
-    long long first = group.first_state + (long long)kv_head * group.splits * group.rows + packed;
-    row.parts = group.splits;
-    row.part_step = group.rows;
+    long long first = __ldcg(&group->first_state) + (long long)kv_head * splits * rows + packed;
+    row.parts = splits;
+    row.part_step = rows;
     row.part_states = (const float2 *)prefix.partial_states + first;
     row.part_outs = (const float *)prefix.partial_out + first * VALUE_DIM;
     return row;
 }
 
-// Merges the parts of a row and writes its result. One warp.
-static __device__ __forceinline__ void merge_row(const AttentionParameters &params, const MergedRow &row, long long at,
-                                                 int head, float *lse) {
+static __device__ __forceinline__ void wait_for_states() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// This lane's columns of an output.
+typedef float4 MergedColumns[MERGE_FLOAT4S];
+
+static __device__ __forceinline__ void load_columns(const AttentionParameters &params, const float *from, bool there,
+                                                    MergedColumns &to) {
+#pragma unroll
+    for (int i = 0; i < MERGE_FLOAT4S; i++) {
+        int column = 4 * (threadIdx.x & 31) + 128 * i;
+        bool has = there && (VALUE_DIM % 128 == 0 || column < VALUE_DIM) && column < params.value_dim;
+        to[i] = has ? __ldcg((const float4 *)(from + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// Loads the outputs of parts from `first` on.
+static __device__ __forceinline__ void load_parts(const AttentionParameters &params, const MergedRow &row, int first,
+                                                  MergedColumns (&to)[MERGE_BATCH]) {
+#pragma unroll
+    for (int k = 0; k < MERGE_BATCH; k++)
+        load_columns(params, row.part_outs + (first + k) * row.part_step * VALUE_DIM, first + k < row.parts, to[k]);
+}
+
+// Merges the states of a row and writes its result to element `at` of the output. One warp.
+static __device__ __forceinline__ void merge_row(const AttentionParameters &params, const MergedRow &row,
+                                                 const Sink &sink, long long at, float *lse) {
     int lane = threadIdx.x & 31;
-    float unit = unit_of(params), most = -INF, sum = 0.0f;
-    for (int k = lane; k <= row.parts; k += 32) most = fmaxf(most, row.state(k).max);
+    // Loads that depend on nothing come first: one latency for all of them.
+    State own = row.own(), mine = row.part(lane);
+    MergedColumns out, values[MERGE_BATCH];
+    load_columns(params, row.own_out, true, out);
+    load_parts(params, row, 0, values);
+    float unit = unit_of(params), most = fmaxf(own.max, mine.max);
+    for (int k = lane + 32; k < row.parts; k += 32) most = fmaxf(most, row.part(k).max);
 #pragma unroll
     for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    float reference = most == -INF ? 0.0f : most;
-    float4 out[MERGE_FLOAT4S];
+    float reference = most == -INF ? 0.0f : most, own_weight = exp2_fast((own.max - reference) * unit);
+    float sum = lane == 0 ? own.sum * own_weight : 0.0f;
 #pragma unroll
-    for (int i = 0; i < MERGE_FLOAT4S; i++) out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < MERGE_FLOAT4S; i++)
+        out[i] = own_weight != 0.0f ? scale_four(out[i], own_weight) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int base = 0; base <= row.parts; base += 32) {
-        State mine = row.state(base + lane);
+    for (int base = 0; base < row.parts; base += 32) {
+        if (base) mine = row.part(base + lane);
         float weight = exp2_fast((mine.max - reference) * unit);
         sum += mine.sum * weight;
 #pragma unroll 1
-        for (int first = 0; first < min(32, row.parts + 1 - base); first += MERGE_BATCH) {
-            float4 value[MERGE_BATCH][MERGE_FLOAT4S];
-#pragma unroll
-            for (int k = 0; k < MERGE_BATCH; k++)
-#pragma unroll
-                for (int i = 0; i < MERGE_FLOAT4S; i++) {
-                    int column = 4 * lane + 128 * i;
-                    bool there = base + first + k <= row.parts && (VALUE_DIM % 128 == 0 || column < VALUE_DIM) &&
-                                 column < params.value_dim;
-                    value[k][i] = there ? row.out(base + first + k, column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                }
+        for (int first = 0; first < min(32, row.parts - base); first += MERGE_BATCH) {
+            if (base + first) load_parts(params, row, base + first, values);
 #pragma unroll
             for (int k = 0; k < MERGE_BATCH; k++) {
                 float factor = __shfl_sync(~0u, weight, first + k);
 #pragma unroll
                 for (int i = 0; i < MERGE_FLOAT4S; i++)
-                    if (factor != 0.0f) out[i] = add_four(out[i], factor, value[k][i]);
+                    if (factor != 0.0f) out[i] = add_four(out[i], factor, values[k][i]);
             }
         }
     }
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    FinalizedRow finalized = finalize_row(params, {most, sum}, load_sink(params, head, unit), unit, lse != nullptr);
+    FinalizedRow finalized = finalize_row(params, {most, sum}, sink, unit, lse != nullptr);
 #pragma unroll
     for (int i = 0; i < MERGE_FLOAT4S; i++) {
         int column = 4 * lane + 128 * i;
@@ -122,24 +147,33 @@ static __device__ __forceinline__ void merge_row(const AttentionParameters &para
 // A CTA has rows of one sequence, a warp each at a time: CTA (x, y) starts with row 8 y of sequence x.
 extern "C" __global__ void __launch_bounds__(256)
     merge_prefix(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefixParameters prefix) {
+    // What `schedule` has left is there already, as for the kernel over prefixes: the first row is looked up before
+    // that kernel has ended.
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     int sequence = blockIdx.x, heads = params.kv_heads * params.group;
     SequenceInfo seq = load_sequence(params, sequence);
-    IntPair place = ((const IntPair *)prefix.places)[sequence];
+    const int *pair = (const int *)prefix.places + 2 * sequence;
+    IntPair place = {__ldcg(pair), __ldcg(pair + 1)};
     // Decode has stored the rows of sequences without a group.
-    if (place.first < 0) return;
+    int rows = place.first < 0 ? 0 : seq.q_len * heads;
+    bool waits = true;
 #pragma unroll 1
-    for (int row = 8 * blockIdx.y + threadIdx.x / 32; row < seq.q_len * heads; row += 8 * gridDim.y) {
+    for (int row = 8 * blockIdx.y + threadIdx.x / 32; row < rows; row += 8 * gridDim.y) {
         int token = row / heads, head = row - token * heads;
+        MergedRow merged = find_parts(params, prefix, sequence, seq, place, token, head);
+        Sink sink = load_sink(params, head, unit_of(params));
         long long at = seq.q_start + token;
         float *lse = nullptr;
         if (params.lse.pointer)
             lse = (float *)params.lse.pointer + sequence * params.lse.strides.batch + at * params.lse.strides.token +
                   head * params.lse.strides.head;
         at = sequence * params.out.strides.batch + at * params.out.strides.token + head * params.out.strides.head;
-        merge_row(params, find_parts(params, prefix, sequence, seq, place, token, head), at, head, lse);
+        if (waits) wait_for_states();
+        waits = false;
+        merge_row(params, merged, sink, at, lse);
     }
+    // A kernel that waits for this one waits for those before it too.
+    if (waits) wait_for_states();
 }

@@ -10,9 +10,11 @@
 constexpr int MIN_MEMBERS = 2;
 constexpr int MIN_PREFIX_KEYS = 16;
 
-// Keys that prefixes must spare per key that sequences have of their own. For less, reading a prefix once per sequence,
-// mostly from L2, takes no longer than the partial states do.
-constexpr int MIN_SPARED_RATIO = 2;
+// Keys that prefixes must spare per two keys that sequences have of their own. For less, reading a prefix once per
+// sequence, mostly from L2, takes no longer than the partial states do. A group that spares many elements of keys and
+// values needs fewer.
+constexpr int MIN_SPARED_RATIO = 4, MIN_SPARED_RATIO_OF_MANY = 1;
+constexpr long long MANY_SPARED_ELEMENTS = 32 << 20;
 constexpr int KEY_UNIT = 16; // sums of lengths fit 32 bits in these units
 
 // Tallies are in shared memory if there is room for all groups.
@@ -114,9 +116,11 @@ static __device__ __forceinline__ GroupWork group_work(const AttentionParameters
                                                        const PrefixParameters &prefix, const PrefixTally &tally,
                                                        int split_tiles) {
     GroupWork work = {0, 0, 0, 0, false};
-    long long shared = (long long)tally.members * tally.len, own = (long long)tally.keys * KEY_UNIT - shared;
-    work.in_use =
-        tally.members >= MIN_MEMBERS && tally.len >= MIN_PREFIX_KEYS && shared - tally.len >= MIN_SPARED_RATIO * own;
+    long long shared = (long long)tally.members * tally.len, own = (long long)tally.keys * KEY_UNIT - shared,
+              spared = shared - tally.len;
+    bool many = spared * params.kv_heads * (params.head_dim + params.value_dim) >= MANY_SPARED_ELEMENTS;
+    work.in_use = tally.members >= MIN_MEMBERS && tally.len >= MIN_PREFIX_KEYS &&
+                  2 * spared >= (many ? MIN_SPARED_RATIO_OF_MANY : MIN_SPARED_RATIO) * own;
     if (!work.in_use) return work;
     work.rows = tally.tokens * params.group;
     work.row_tiles = (work.rows + prefix.tile_rows - 1) / prefix.tile_rows;

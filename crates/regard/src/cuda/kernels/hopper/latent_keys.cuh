@@ -1,0 +1,120 @@
+// Loaders of the decode kernel for latent caches that copy keys one by one, because rows have lists of them or because
+// a key is a record of mla656: where the keys of a K tile are, and copies of the dims that are not values.
+#pragma once
+#include "hopper/latent_shape.cuh"
+
+namespace latent {
+
+// A record of mla656: codes of the value dims, an f32 scale per chunk of them, and the other dims in bf16.
+constexpr int RECORD_BYTES = 656, SCALES_BYTE = VALUE_DIM, ROTARY_BYTE = SCALES_BYTE + TILE_CHUNKS * 4;
+static_assert(!CONVERTS || (ElementType(ELEMENT_TYPE) == ElementType::BF16 && VALUE_DIM == 512 &&
+                            ROTARY_BYTE + (HEAD_DIM - VALUE_DIM) * 2 == RECORD_BYTES),
+              "the only records");
+
+struct KeyLoader {
+    const AttentionParameters &params;
+    const KvTensor &rest_keys; // the dims of keys that are not values; of mla656 none
+    Shared &shared;
+    unsigned base; // of shared memory
+    int index, lane;
+
+    // The keys of a K tile: a lane has where keys `lane` and 32 + `lane` are.
+    struct Keys {
+        const unsigned char *from[2];
+        unsigned present[2]; // bit k: key k, or 32 + k, is one of the piece; of a list: exists and is seen
+    };
+
+    __device__ __forceinline__ Keys find_keys(const Piece &piece, int key_tile) const {
+        Keys keys;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int key = key_tile * KEYS + 32 * half + lane;
+            bool present = key >= piece.key_start && key < piece.key_end;
+            unsigned long long at = params.keys.pointer;
+            if (present) present = find_address(piece.tile, key, at);
+            keys.present[half] = __ballot_sync(~0u, present);
+            keys.from[half] = (const unsigned char *)at;
+        }
+        return keys;
+    }
+
+    // Sets the address of a key, or of entry `key` of the tile's list; false if the list has no key there.
+    __device__ __forceinline__ bool find_address(const Tile &tile, int key, unsigned long long &at) const {
+        constexpr int ELEMENT = CONVERTS ? RECORD_BYTES : 2;
+#if LISTS
+        ListedKey listed = find_listed_key(params, tile, key);
+        if (listed.key < 0) return false;
+        at = !CONVERTS && index == VALUE_WARPGROUPS ? find_rest(tile, listed)
+                                                    : listed_key_address(params, tile, listed, ELEMENT);
+#else
+        KeyPlace place;
+        if (params.block_size) {
+            find_paged_place(params, tile, key, place);
+            place.batch = page_of(params, place.batch);
+        } else {
+            place = contiguous_place(params, tile, key);
+        }
+        const RowStrides &strides = params.keys.strides;
+        at += (place.batch * strides.batch + place.token * strides.token + tile.kv_head * strides.head) * ELEMENT;
+#endif
+        return true;
+    }
+
+#if LISTS
+    // The address of the dims of a listed key that are not values.
+    __device__ __forceinline__ unsigned long long find_rest(const Tile &tile, const ListedKey &listed) const {
+        // Keys of a second cache are in one tensor.
+        if (listed.in_second) return listed_key_address(params, tile, listed, 2) + VALUE_DIM * 2;
+        const RowStrides &strides = rest_keys.strides;
+        long long at = tile.kv_head * strides.head + listed.place.token * strides.token;
+        if (params.block_size)
+            at += listed.place.batch * strides.batch;
+        else
+            at += params.cu_seqlens_k ? tile.seq.kv_start * strides.token : tile.sequence * strides.batch;
+        return rest_keys.pointer + at * 2;
+    }
+#endif
+
+    // Copies 128 bytes of the keys, `from_byte` and on, to each of COUNT columns; eight lanes have a key.
+    template <int COUNT> __device__ __forceinline__ void copy(const Keys &keys, int from_byte, unsigned to) const {
+        int part = lane % 8;
+        unsigned offset = from_byte + part * 16;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll 4
+            for (int first = 0; first < 32; first += 4) {
+                int key = first + lane / 8;
+                const unsigned char *from =
+                    (const unsigned char *)__shfl_sync(~0u, (unsigned long long)keys.from[half], key) + offset;
+                int bytes = keys.present[half] >> key & 1 ? 16 : 0;
+                unsigned at = to + (32 * half + key) * 128 + ((part ^ key % 8) << 4);
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) cp_async(at + i * SUBTILE_BYTES, from + i * 128, bytes);
+            }
+        }
+    }
+
+    // Copies the scales of the keys.
+    __device__ __forceinline__ void copy_scales(const Keys &keys, unsigned to) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            cp_async(to + (32 * half + lane) * 16, keys.from[half] + SCALES_BYTE,
+                     keys.present[half] >> lane & 1 ? 16 : 0);
+    }
+
+    __device__ __forceinline__ void load_rest(const Keys &keys, const PipelineState<REST_STAGES> &rest) const {
+        hopper::mbarrier_wait(shared_address(&shared.rest_empty[rest.index]), rest.phase ^ 1);
+        unsigned full = shared_address(&shared.rest_full[rest.index]);
+#if LISTS
+        if (lane == 0) {
+            shared.present[rest.index] = (unsigned long long)keys.present[1] << 32 | keys.present[0];
+            hopper::mbarrier_arrive(full);
+        }
+#endif
+        if (CONVERTS) copy_scales(keys, base + SCALES_OFFSET + rest.index * SCALE_BYTES);
+        copy<REST_SUBTILES>(keys, CONVERTS ? ROTARY_BYTE : 0, base + REST_OFFSET + rest.index * REST_BYTES);
+        hopper::mbarrier_arrive_copies(full);
+    }
+};
+
+} // namespace latent
