@@ -3,18 +3,20 @@
 use crate::attention::{Fused, GpuCall};
 use crate::merge::MergeParts;
 use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
-use crate::paged::{AppendRows, ValuePool};
+use crate::paged::{AppendLatentRows, AppendRows, HeldTables};
 use crate::view::{Elements, elements, refuse, strides, wrap};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice as Slice;
 use candle_core::{CudaDevice, CudaStorage, Layout, Result, Shape, Storage};
 use half::{bf16, f16};
 use regard::cuda::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits, result,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
-use regard::cuda::{Append, DeviceMemory, DeviceViewMut, Gpu, Merge, Workspace, driver_error};
+use regard::cuda::{
+    Append, AppendLatent, CopyBlocks, DeviceMemory, DeviceViewMut, Gpu, Merge, Workspace,
+};
 use regard::paged::BlockCopy;
-use regard::{DType, Element, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
+use regard::{AppendScales, DType, Element, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -92,23 +94,25 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// The address of a storage of floats that the stream writes until the guard is dropped, and
-    /// its type.
+    /// The address of a storage that the stream writes until the guard is dropped, and the type of
+    /// its elements: floats, or those of the format of `argument`.
     fn lend_mut<'a>(
         &'a self,
         argument: &str,
         storage: &'a mut CudaStorage,
     ) -> Result<(u64, DType, SyncOnDrop<'a>)> {
         let dtype = storage.dtype();
-        let ((address, guard), dtype) = match &mut storage.slice {
-            Slice::F32(slice) => (slice.device_ptr_mut(&self.stream), DType::F32),
-            Slice::F16(slice) => (slice.device_ptr_mut(&self.stream), DType::F16),
-            Slice::BF16(slice) => (slice.device_ptr_mut(&self.stream), DType::BF16),
-            _ => {
-                let found = format!("of type {}", dtype.as_str());
-                return Err(refuse(argument, found, "f32, f16 or bf16"));
-            }
-        };
+        let ((address, guard), dtype) =
+            match (&mut storage.slice, self.format.for_argument(argument)) {
+                (Slice::U8(slice), Some(format)) => (slice.device_ptr_mut(&self.stream), format),
+                (Slice::F32(slice), _) => (slice.device_ptr_mut(&self.stream), DType::F32),
+                (Slice::F16(slice), _) => (slice.device_ptr_mut(&self.stream), DType::F16),
+                (Slice::BF16(slice), _) => (slice.device_ptr_mut(&self.stream), DType::BF16),
+                _ => {
+                    let found = format!("of type {}", dtype.as_str());
+                    return Err(refuse(argument, found, "f32, f16 or bf16"));
+                }
+            };
         Ok((address, dtype, guard))
     }
 }
@@ -123,11 +127,33 @@ unsafe fn view_mut<'a>(
     (base, dtype): (u64, DType),
     layout: &Layout,
 ) -> Result<TensorMut<'a, DeviceMemory>> {
-    let strides: [i64; MAX_RANK] = strides(argument, layout)?;
-    let address = base + (layout.start_offset() * dtype.size()) as u64;
-    let strides = Some(&strides[..layout.dims().len()]);
+    let is_stored = dtype.is_code() || dtype.is_block();
+    let Elements { shape, strides } = match is_stored {
+        true => elements(argument, layout, dtype)?,
+        false => {
+            let strides: [i64; MAX_RANK] = strides(argument, layout)?;
+            let strides = strides[..layout.dims().len()].to_vec();
+            Elements { shape: layout.dims().to_vec(), strides }
+        }
+    };
+    // Layouts of a format count bytes.
+    let unit = if is_stored { 1 } else { dtype.size() };
+    let address = base + (layout.start_offset() * unit) as u64;
     // SAFETY: the caller's promise.
-    unsafe { TensorMut::from_device_address(address, dtype, layout.dims(), strides) }.map_err(wrap)
+    unsafe { TensorMut::from_device_address(address, dtype, &shape, Some(&strides)) }.map_err(wrap)
+}
+
+/// A view of what is read, of the same memory to be written. candle locks such an operand for
+/// reading only, and lends it as if it were read: all work on a device of candle's is on one
+/// stream, where both have one order.
+///
+/// # Safety
+/// Nothing else that uses this memory is queued beside what the view is used for.
+unsafe fn written<'a>(read: &Tensor<'a, DeviceMemory>) -> Result<TensorMut<'a, DeviceMemory>> {
+    let (address, strides) = (read.device_address(), Some(read.strides()));
+    // SAFETY: the memory is lent to the stream for as long; the rest is the caller's promise.
+    unsafe { TensorMut::from_device_address(address, read.dtype(), read.shape(), strides) }
+        .map_err(wrap)
 }
 
 /// The GPU of a device of candle's, which keeps the kernels that were loaded: one per context.
@@ -217,52 +243,65 @@ pub(crate) fn append(
     (pool, layout): (&mut CudaStorage, &Layout),
     [keys, values]: [Operand<Cuda>; 2],
 ) -> Result<()> {
-    let place = Cuda { stream: pool.device().cuda_stream(), format: CacheFormat::default() };
+    let place = Cuda { stream: pool.device().cuda_stream(), format: op.format };
     let gpu = gpu(&place.stream)?;
-    let tables = op.tables;
-    let [block_table, kv_lens] = [&tables.block_table, &tables.kv_lens].map(Held::new);
-    let cu_seqlens = tables.cu_seqlens.as_ref().map(Held::new);
+    let tables = HeldTables::new(op.tables);
     let (key, _key) = place.view("keys", keys.0, keys.1)?;
     let (value, _value) = place.view("values", values.0, values.1)?;
-    let (block_table, _table) = block_table.view("block_table", &place)?;
-    let (kv_lens, _lens) = kv_lens.view("kv_lens", &place)?;
-    let (cu_seqlens, _starts) =
-        cu_seqlens.as_ref().map(|held| held.view("cu_seqlens_q", &place)).transpose()?.unzip();
-    let other = match &op.value_pool {
-        ValuePool::Other(pool) => Some(Held::new(pool)),
-        ValuePool::Same(_) => None,
-    };
+    let tables = tables.views(&place)?;
+    let value_pool = Held::new(&op.value_pool);
+    let (value_pool, _values) = value_pool.view("value_pool", &place)?;
+    let scales = op.scales.each_ref().map(|scales| scales.as_ref().map(Held::new));
+    let (mut dynamic, mut guards) = ([None, None], Vec::new());
+    for ((to, held), name) in dynamic.iter_mut().zip(&scales).zip(["k_scales", "v_scales"]) {
+        let Some(held) = held else { continue };
+        let (view, guard) = held.view(name, &place)?;
+        guards.push(guard);
+        // SAFETY: only this append uses them.
+        *to = Some(AppendScales::Dynamic(unsafe { written(&view) }?));
+    }
+    let [k_scales, v_scales] = dynamic;
     let (base, dtype, _pool) = place.lend_mut("key_pool", pool)?;
-    // SAFETY: candle's layouts stay inside their storage, which is lent until this returns.
-    let key_pool = unsafe { view_mut("key_pool", (base, dtype), layout) }?;
-    let lent = other.as_ref().map(|held| held.view("value_pool", &place)).transpose()?;
-    let value_pool = match (&op.value_pool, &lent) {
-        (ValuePool::Same(layout), _) => {
-            // SAFETY: as above; the two views have no element in common.
-            unsafe { view_mut("value_pool", (base, dtype), layout) }?
-        }
-        (ValuePool::Other(_), Some((view, _))) => {
-            let (address, strides) = (view.device_address(), Some(view.strides()));
-            // SAFETY: as above. candle locks it for reading only, and lends it as if it were read:
-            // all work on a device of candle's is on one stream, where both have one order.
-            unsafe { TensorMut::from_device_address(address, view.dtype(), view.shape(), strides) }
-                .map_err(wrap)?
-        }
-        (ValuePool::Other(_), None) => unreachable!("held above"),
-    };
     let mut append = Append {
         key,
         value,
-        key_pool,
-        value_pool,
-        k_scales: None,
-        v_scales: None,
-        block_table: Some(block_table),
-        kv_lens,
-        cu_seqlens,
+        // SAFETY: candle's layouts stay inside their storage, which is lent until this returns.
+        key_pool: unsafe { view_mut("key_pool", (base, dtype), layout) }?,
+        // SAFETY: only this append uses it.
+        value_pool: unsafe { written(&value_pool) }?,
+        k_scales,
+        v_scales,
+        block_table: Some(tables.block_table),
+        kv_lens: tables.kv_lens,
+        cu_seqlens: tables.cu_seqlens,
         rotary: None,
     };
     gpu.append(&place.stream, &mut append).map_err(wrap)
+}
+
+/// Queues an append to a latent cache on candle's stream.
+pub(crate) fn append_latent(
+    op: &AppendLatentRows,
+    (pool, layout): (&mut CudaStorage, &Layout),
+    rows: Operand<Cuda>,
+) -> Result<()> {
+    let place = Cuda { stream: pool.device().cuda_stream(), format: op.format };
+    let gpu = gpu(&place.stream)?;
+    let tables = HeldTables::new(op.tables);
+    let (key, _key) = place.view("rows", rows.0, rows.1)?;
+    let tables = tables.views(&place)?;
+    let (base, dtype, _pool) = place.lend_mut("key_pool", pool)?;
+    let mut append = AppendLatent {
+        key,
+        // SAFETY: candle's layouts stay inside their storage, which is lent until this returns.
+        key_pool: unsafe { view_mut("key_pool", (base, dtype), layout) }?,
+        k_scales: None,
+        block_table: Some(tables.block_table),
+        kv_lens: tables.kv_lens,
+        cu_seqlens: tables.cu_seqlens,
+        rotary: None,
+    };
+    gpu.append_latent(&place.stream, &mut append).map_err(wrap)
 }
 
 /// Queues copies between the blocks of a pool, one after the other.
@@ -271,20 +310,13 @@ pub(crate) fn copy_blocks(
     layout: &Layout,
     copies: &[BlockCopy],
 ) -> Result<()> {
-    let place = Cuda { stream: pool.device().cuda_stream(), format: CacheFormat::default() };
-    let (base, dtype, _pool) = place.lend_mut("pool", pool)?;
-    let failed = |error| wrap(driver_error("copying blocks", error));
-    place.stream.context().bind_to_thread().map_err(failed)?;
-    let [block, slot] = [0, 1].map(|dim| layout.stride()[dim] * dtype.size());
-    let address = |n: usize| base + (layout.start_offset() * dtype.size() + n * block) as u64;
-    for copy in copies.iter().filter(|copy| copy.from != copy.to) {
-        let (to, from, bytes) = (address(copy.to), address(copy.from), copy.slots * slot);
-        // SAFETY: blocks and slots are checked to be in the pool, which is lent to the stream, and
-        // two blocks have no byte in common.
-        unsafe { result::memcpy_dtod_async(to, from, bytes, place.stream.cu_stream()) }
-            .map_err(failed)?;
-    }
-    Ok(())
+    // Bytes are moved and not looked into.
+    let place = Cuda { stream: pool.device().cuda_stream(), format: CacheFormat::new(DType::I8) };
+    let gpu = gpu(&place.stream)?;
+    let (base, dtype, _pool) = place.lend_mut("key_pool", pool)?;
+    // SAFETY: candle's layouts stay inside their storage, which is lent until this returns.
+    let pool = unsafe { view_mut("pool", (base, dtype), layout) }?;
+    gpu.copy_blocks(&place.stream, &mut CopyBlocks { pools: &mut [pool], copies }).map_err(wrap)
 }
 
 /// Queues a merge on candle's stream.

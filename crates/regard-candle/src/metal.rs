@@ -6,7 +6,7 @@
 use crate::attention::{Fused, GpuCall};
 use crate::merge::MergeParts;
 use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
-use crate::paged::{AppendRows, ValuePool};
+use crate::paged::{AppendLatentRows, AppendRows, HeldTables};
 use crate::view::{Elements, elements, refuse, strides, wrap};
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -16,9 +16,9 @@ use candle_metal_kernels::metal::{Buffer, ComputeCommandEncoder, ComputePipeline
 use objc2::Message;
 use objc2_metal::MTLSize;
 use regard::metal::device::{BufferObject, Encoder, Gpu, PipelineObject};
-use regard::metal::{Append, BufferView, Merge, MetalMemory};
+use regard::metal::{Append, AppendLatent, BufferView, Merge, MetalMemory};
 use regard::paged::BlockCopy;
-use regard::{DType, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
+use regard::{AppendScales, DType, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -125,26 +125,40 @@ fn element_type(argument: &str, storage: &MetalStorage) -> Result<DType> {
     })
 }
 
-/// A view of a storage of floats that is written.
-fn view_mut<'a>(
-    argument: &str,
-    storage: &'a MetalStorage,
-    layout: &Layout,
-) -> Result<TensorMut<'a, MetalMemory>> {
-    let dtype = match storage.dtype() {
-        CandleDType::F32 => DType::F32,
-        CandleDType::F16 => DType::F16,
-        CandleDType::BF16 => DType::BF16,
-        other => {
-            let found = format!("of type {}", other.as_str());
-            return Err(refuse(argument, found, "f32, f16 or bf16"));
-        }
-    };
-    let strides: [i64; MAX_RANK] = strides(argument, layout)?;
-    let strides = Some(&strides[..layout.dims().len()]);
-    let offset = layout.start_offset() * dtype.size();
-    let buffer = BufferView::new(storage.buffer().as_ref());
-    buffer.tensor_mut(offset, dtype, layout.dims(), strides).map_err(wrap)
+impl Metal {
+    /// A view of a storage that is written: of floats, or of the format of `argument`.
+    fn view_mut<'a>(
+        &self,
+        argument: &str,
+        storage: &'a MetalStorage,
+        layout: &Layout,
+    ) -> Result<TensorMut<'a, MetalMemory>> {
+        let buffer = BufferView::new(storage.buffer().as_ref());
+        let dtype = match (storage.dtype(), self.format.for_argument(argument)) {
+            (CandleDType::U8, Some(format)) => {
+                let Elements { shape, strides } = elements(argument, layout, format)?;
+                let (start, strides) = (layout.start_offset(), Some(&strides[..]));
+                return buffer.tensor_mut(start, format, &shape, strides).map_err(wrap);
+            }
+            (CandleDType::F32, _) => DType::F32,
+            (CandleDType::F16, _) => DType::F16,
+            (CandleDType::BF16, _) => DType::BF16,
+            (other, _) => {
+                let found = format!("of type {}", other.as_str());
+                return Err(refuse(argument, found, "f32, f16 or bf16"));
+            }
+        };
+        let strides: [i64; MAX_RANK] = strides(argument, layout)?;
+        let strides = Some(&strides[..layout.dims().len()]);
+        let offset = layout.start_offset() * dtype.size();
+        buffer.tensor_mut(offset, dtype, layout.dims(), strides).map_err(wrap)
+    }
+
+    /// A view of what candle holds for reading only, to be written: its encoder orders what is
+    /// done to its memory.
+    fn written<'a>(&self, argument: &str, held: &'a Held) -> Result<TensorMut<'a, MetalMemory>> {
+        self.view_mut(argument, held.storage::<Metal>(argument)?, held.layout())
+    }
 }
 
 /// The GPU of a device of candle's, which keeps the kernels that were compiled.
@@ -189,7 +203,8 @@ impl NewTensor {
     }
 
     fn view(&self, argument: &str) -> Result<TensorMut<'_, MetalMemory>> {
-        view_mut(argument, &self.storage, &self.layout)
+        let place = Metal { format: CacheFormat::default() };
+        place.view_mut(argument, &self.storage, &self.layout)
     }
 }
 
@@ -246,47 +261,57 @@ pub(crate) fn append(
 ) -> Result<()> {
     let device = pool.device().clone();
     let gpu = gpu(&device)?;
-    let place = Metal { format: CacheFormat::default() };
-    let tables = op.tables;
-    let [block_table, kv_lens] = [&tables.block_table, &tables.kv_lens].map(Held::new);
-    let cu_seqlens = tables.cu_seqlens.as_ref().map(Held::new);
-    let (key, ()) = place.view("keys", keys.0, keys.1)?;
-    let (value, ()) = place.view("values", values.0, values.1)?;
-    let (block_table, ()) = block_table.view("block_table", &place)?;
-    let (kv_lens, ()) = kv_lens.view("kv_lens", &place)?;
-    let cu_seqlens = match &cu_seqlens {
-        Some(held) => Some(held.view("cu_seqlens_q", &place)?.0),
-        None => None,
-    };
-    let other = match &op.value_pool {
-        ValuePool::Other(pool) => Some(pool.storage_and_layout()),
-        ValuePool::Same(_) => None,
-    };
-    let value_pool = match (&op.value_pool, &other) {
-        // The two views have no element in common.
-        (ValuePool::Same(layout), _) => view_mut("value_pool", pool, layout)?,
-        // candle locks it for reading only. Its encoder orders what is done to its memory.
-        (ValuePool::Other(_), Some((storage, layout))) => match &**storage {
-            Storage::Metal(storage) => view_mut("value_pool", storage, layout)?,
-            _ => return Err(refuse("value_pool", "on another device", Metal::NAME)),
-        },
-        (ValuePool::Other(_), None) => unreachable!("held above"),
-    };
+    let place = Metal { format: op.format };
+    let tables = HeldTables::new(op.tables);
+    let tables = tables.views(&place)?;
+    let value_pool = Held::new(&op.value_pool);
+    let scales = op.scales.each_ref().map(|scales| scales.as_ref().map(Held::new));
+    let mut dynamic = [None, None];
+    for ((to, held), name) in dynamic.iter_mut().zip(&scales).zip(["k_scales", "v_scales"]) {
+        let Some(held) = held else { continue };
+        *to = Some(AppendScales::Dynamic(place.written(name, held)?));
+    }
+    let [k_scales, v_scales] = dynamic;
     let mut append = Append {
-        key,
-        value,
-        key_pool: view_mut("key_pool", pool, layout)?,
-        value_pool,
-        k_scales: None,
-        v_scales: None,
-        block_table: Some(block_table),
-        kv_lens,
-        cu_seqlens,
+        key: place.view("keys", keys.0, keys.1)?.0,
+        value: place.view("values", values.0, values.1)?.0,
+        key_pool: place.view_mut("key_pool", pool, layout)?,
+        value_pool: place.written("value_pool", &value_pool)?,
+        k_scales,
+        v_scales,
+        block_table: Some(tables.block_table),
+        kv_lens: tables.kv_lens,
+        cu_seqlens: tables.cu_seqlens,
         rotary: None,
     };
     let commands = device.command_encoder()?;
     // SAFETY: as in `forward`.
     unsafe { gpu.append(&Tracked(commands.as_ref()), &mut append) }.map_err(wrap)
+}
+
+/// Encodes an append to a latent cache in candle's command buffer.
+pub(crate) fn append_latent(
+    op: &AppendLatentRows,
+    (pool, layout): (&mut MetalStorage, &Layout),
+    rows: Operand<Metal>,
+) -> Result<()> {
+    let device = pool.device().clone();
+    let gpu = gpu(&device)?;
+    let place = Metal { format: op.format };
+    let tables = HeldTables::new(op.tables);
+    let tables = tables.views(&place)?;
+    let mut append = AppendLatent {
+        key: place.view("rows", rows.0, rows.1)?.0,
+        key_pool: place.view_mut("key_pool", pool, layout)?,
+        k_scales: None,
+        block_table: Some(tables.block_table),
+        kv_lens: tables.kv_lens,
+        cu_seqlens: tables.cu_seqlens,
+        rotary: None,
+    };
+    let commands = device.command_encoder()?;
+    // SAFETY: as in `forward`.
+    unsafe { gpu.append_latent(&Tracked(commands.as_ref()), &mut append) }.map_err(wrap)
 }
 
 /// Encodes copies between the blocks of a pool, one after the other.

@@ -64,8 +64,8 @@ impl CacheFormat {
     /// The format of an operand's bytes; `None` for those that have none.
     pub(crate) fn for_argument(&self, argument: &str) -> Option<regard::DType> {
         match argument {
-            "k" | "rotary_k" | "second_k" => self.keys,
-            "v" | "second_v" => self.values,
+            "k" | "rotary_k" | "second_k" | "key_pool" => self.keys,
+            "v" | "second_v" | "value_pool" => self.values,
             _ => None,
         }
     }
@@ -162,7 +162,8 @@ impl<'a> Held<'a> {
         Held { storage, layout }
     }
 
-    fn storage<P: Place>(&self, argument: &str) -> Result<&P::Storage> {
+    /// Its memory, if it is where `P` is.
+    pub(crate) fn storage<P: Place>(&self, argument: &str) -> Result<&P::Storage> {
         P::storage(&self.storage).ok_or_else(|| {
             let found = match &*self.storage {
                 Storage::Cpu(_) => "on the CPU",
@@ -171,6 +172,11 @@ impl<'a> Held<'a> {
             };
             refuse(argument, found, &format!("{}, where q is", P::NAME))
         })
+    }
+
+    #[cfg(feature = "metal")]
+    pub(crate) fn layout(&self) -> &Layout {
+        self.layout
     }
 
     /// A view of the tensor, under the name of an argument.

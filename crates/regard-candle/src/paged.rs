@@ -1,13 +1,16 @@
 //! The pools of a paged cache, as candle tensors.
 
+mod append;
 mod mla656;
+
+#[cfg(any(feature = "cuda", feature = "metal"))]
+pub(crate) use append::HeldTables;
+pub(crate) use append::{AppendLatentRows, AppendRows};
 
 use crate::options::{Attention, CacheFormat, Execution};
 use crate::prepare::{option, unit_stride};
 use crate::view::refuse;
-use candle_core::{
-    CpuStorage, DType, Device, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Tensor,
-};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor};
 use half::{bf16, f16};
 use regard::paged::BlockCopy;
 use regard::quantize::{dynamic_scale, quantize_blocks, quantize_row};
@@ -206,8 +209,8 @@ impl PagedCache {
     /// [format](PagedCache::with_format) takes f32, f16 and bf16.
     ///
     /// # Errors
-    /// If there is no such layer, a shape or type does not fit the cache, a slot is outside the
-    /// pools, or a cache of a format is on a GPU. Nothing is written then.
+    /// If there is no such layer, a shape or type does not fit the cache, or a slot is outside the
+    /// pools. Nothing is written then.
     pub fn write(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
         let (key_pool, _) = self.pools(layer)?;
         if self.is_latent {
@@ -309,33 +312,21 @@ impl PagedCache {
         tables: &Tables,
     ) -> Result<()> {
         let (key_pool, value_pool) = self.pools(layer)?;
-        if self.format != CacheFormat::default() {
-            let found = format!("{:?} on a GPU", self.format);
-            return Err(refuse("format", found, "a cache of floats, or one on the CPU"));
-        }
-        let value_pool = ValuePool::Other(tables.paged(value_pool)?);
-        let op = AppendRows { value_pool, tables };
+        let [k_scales, v_scales] = &self.scales[layer];
+        let op = AppendRows {
+            value_pool: tables.paged(value_pool)?,
+            scales: [tables.paged_scales(k_scales)?, tables.paged_scales(v_scales)?],
+            format: self.format,
+            tables,
+        };
         tables.paged(key_pool)?.inplace_op3(&unit_stride(keys)?, &unit_stride(values)?, &op)
     }
 
-    /// Queues an append to a latent cache. Both halves of a row are in one pool, and the kernel
-    /// writes two.
+    /// Queues an append to a latent cache.
     fn append_latent_at(&self, layer: usize, rows: &Tensor, tables: &Tables) -> Result<()> {
         let (pool, _) = self.pools(layer)?;
-        if self.format != CacheFormat::default() {
-            let found = format!("{:?} on a GPU", self.format);
-            return Err(refuse("format", found, "a cache of floats, or one on the CPU"));
-        }
-        let (pool, rows) = (tables.paged(pool)?, unit_stride(rows)?);
-        let dim = self.shape.head_dim;
-        let first = dim / 2;
-        if first == 0 {
-            return Err(refuse("head_dim", dim, "at least 2 in a latent cache on a GPU"));
-        }
-        let rest = pool.narrow(3, first, dim - first)?;
-        let op = AppendRows { value_pool: ValuePool::Same(rest.layout().clone()), tables };
-        let (keys, values) = (rows.narrow(2, 0, first)?, rows.narrow(2, first, dim - first)?);
-        pool.narrow(3, 0, first)?.inplace_op3(&keys, &values, &op)
+        let op = AppendLatentRows { format: self.format, tables };
+        tables.paged(pool)?.inplace_op2(&unit_stride(rows)?, &op)
     }
 
     /// One sequence whose pages are of one slot each: those slots.
@@ -467,6 +458,14 @@ impl Tables {
         }
     }
 
+    /// Scales in such pages.
+    fn paged_scales(&self, scales: &Option<Tensor>) -> Result<Option<Tensor>> {
+        let Some(scales) = scales else { return Ok(None) };
+        let (blocks, block_size, heads) = scales.dims3()?;
+        let pages = blocks * block_size / self.block_size;
+        scales.reshape((pages, self.block_size, heads)).map(Some)
+    }
+
     /// The slot of each of `tokens` rows, for the CPU.
     fn slots(&self, tokens: usize, blocks: usize) -> Result<Vec<u32>> {
         for (name, table) in [("block_table", &self.block_table), ("kv_lens", &self.kv_lens)] {
@@ -506,74 +505,6 @@ impl Tables {
             }
         }
         Ok(slots)
-    }
-}
-
-/// The destination of the values of an append.
-#[cfg_attr(
-    not(any(feature = "cuda", feature = "metal")),
-    expect(dead_code, reason = "only GPUs have such appends")
-)]
-pub(crate) enum ValuePool {
-    /// A separate pool.
-    Other(Tensor),
-    /// Into the memory of the keys' pool.
-    Same(Layout),
-}
-
-/// An append on a GPU, in place of the keys' pool.
-#[cfg_attr(
-    not(any(feature = "cuda", feature = "metal")),
-    expect(dead_code, reason = "only GPUs have such appends")
-)]
-pub(crate) struct AppendRows<'a> {
-    pub(crate) value_pool: ValuePool,
-    pub(crate) tables: &'a Tables,
-}
-
-impl InplaceOp3 for AppendRows<'_> {
-    fn name(&self) -> &'static str {
-        "regard-append"
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &mut CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<()> {
-        candle_core::bail!("{}: rows on the CPU, pools on another device", self.name())
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        pool: &mut candle_core::CudaStorage,
-        pool_layout: &Layout,
-        keys: &candle_core::CudaStorage,
-        keys_layout: &Layout,
-        values: &candle_core::CudaStorage,
-        values_layout: &Layout,
-    ) -> Result<()> {
-        let rows = [(keys, keys_layout), (values, values_layout)];
-        crate::cuda::append(self, (pool, pool_layout), rows)
-    }
-
-    #[cfg(feature = "metal")]
-    fn metal_fwd(
-        &self,
-        pool: &mut candle_core::MetalStorage,
-        pool_layout: &Layout,
-        keys: &candle_core::MetalStorage,
-        keys_layout: &Layout,
-        values: &candle_core::MetalStorage,
-        values_layout: &Layout,
-    ) -> Result<()> {
-        let rows = [(keys, keys_layout), (values, values_layout)];
-        crate::metal::append(self, (pool, pool_layout), rows)
     }
 }
 
@@ -708,7 +639,7 @@ fn each_row(
         unreachable!("checked: three dimensions")
     };
     let mut row = vec![0.0; dim];
-    for (token, &slot) in slots.iter().enumerate() {
+    for (token, &slot) in slots.iter().enumerate().filter(|(_, slot)| **slot != NO_SLOT) {
         for head in 0..heads {
             let start = layout.start_offset() + token * token_stride + head * head_stride;
             row.iter_mut().enumerate().for_each(|(i, x)| *x = number(start + i * stride));

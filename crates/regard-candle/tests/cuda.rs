@@ -7,11 +7,11 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use half::{bf16, f16};
-use regard::Inputs;
 use regard::oracle::Judge;
 use regard::paged::{PageAllocator, Step};
+use regard::{DType as Stored, Inputs};
 use regard_candle::{
-    Attention, CacheShape, Execution, PagedCache, QueryOffset, Window, attention,
+    Attention, CacheFormat, CacheShape, Execution, PagedCache, QueryOffset, Window, attention,
     attention_of_step, attention_with_lse, merge,
 };
 use std::time::Instant;
@@ -42,6 +42,12 @@ fn bits(x: &Tensor) -> Vec<u32> {
     let x = x.to_device(&CPU).and_then(|x| x.to_dtype(DType::F32));
     let x = x.and_then(|x| x.flatten_all()).and_then(|x| x.to_vec1::<f32>());
     x.expect("floats").iter().map(|x| x.to_bits()).collect()
+}
+
+/// The largest difference of two elements, on any devices.
+fn distance(x: &Tensor, y: &Tensor) -> Result<f32> {
+    let here = |x: &Tensor| x.to_device(&CPU)?.to_dtype(DType::F32);
+    (here(x)? - here(y)?)?.abs()?.max_all()?.to_scalar::<f32>()
 }
 
 /// A tensor's elements on the host, in the order of its shape.
@@ -269,6 +275,70 @@ fn a_paged_cache_holds_what_the_cpus_does() -> Result<()> {
     Ok(())
 }
 
+/// Codes, blocks and scales, appended by tables and written by slots.
+#[test]
+fn a_quantized_cache_holds_what_the_cpus_does() -> Result<()> {
+    let Some(device) = gpu("a_quantized_cache_holds_what_the_cpus_does") else { return Ok(()) };
+    let shape = CacheShape { layers: 1, blocks: 12, block_size: 4, kv_heads: 2, head_dim: 64 };
+    let formats = [
+        CacheFormat::new(Stored::E4M3),
+        CacheFormat::new(Stored::E5M2),
+        CacheFormat::new(Stored::I8),
+        CacheFormat::new(Stored::Q8_0),
+        CacheFormat::new(Stored::Q4_0),
+        CacheFormat { keys: Some(Stored::Q8_0), values: Some(Stored::I8) },
+    ];
+    for format in formats {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let new = |device| PagedCache::with_format(shape, format, device);
+            let (appended, written, here) = (new(&device)?, new(&device)?, new(&CPU)?);
+            let mut pages = PageAllocator::new(shape.blocks, shape.block_size).expect("sound");
+            let first = pages.create();
+            let mut sequences = vec![first];
+            let mut step = Step::new();
+            for round in 0..3 {
+                if round == 1 {
+                    // Shares six tokens: the first sequence that appends copies the second page.
+                    sequences.push(pages.fork(first).expect("alive"));
+                }
+                step.clear();
+                for &sequence in &sequences {
+                    let tokens = if round == 0 { 6 } else { 2 };
+                    step.append(&mut pages, sequence, tokens).expect("room");
+                }
+                step.finish(&pages).expect("alive");
+                for cache in [&appended, &written, &here] {
+                    cache.copy_blocks(step.copies())?;
+                }
+                let rows = normal(&[step.tokens(), 8, 64], dtype);
+                let there = rows.to_device(&device)?;
+                let options = attention_of_step(&step, &CPU)?;
+                let moved = attention_of_step(&step, &device)?;
+                let part = |x: &Tensor, first, heads| x.narrow(1, first, heads);
+                let (keys, values) = (part(&rows, 4, 2)?, part(&rows, 6, 2)?);
+                here.append(0, &keys, &values, &options)?;
+                let (keys, values) = (part(&there, 4, 2)?, part(&there, 6, 2)?);
+                appended.append(0, &keys, &values, &moved)?;
+                written.write(0, &keys, &values, step.slots())?;
+                let what = format!("{format:?} {dtype:?} round {round}");
+                let execution = Execution::default();
+                let expected =
+                    here.attention(0, &part(&rows, 0, 4)?.contiguous()?, &options, &execution)?;
+                for cache in [&appended, &written] {
+                    let (found, pools) = (cache.pools(0)?, here.pools(0)?);
+                    assert_eq!(bits(found.0), bits(pools.0), "{what} keys");
+                    assert_eq!(bits(found.1), bits(pools.1), "{what} values");
+                    let out = cache.attention(0, &part(&there, 0, 4)?, &moved, &execution)?;
+                    let off = distance(&out, &expected)?;
+                    let allowed = if dtype == DType::F32 { 1e-5 } else { 0.03 };
+                    assert!(off < allowed, "{what}: {off}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// MLA as DeepSeek's models have it: rows of 512 compressed and 64 rotary elements.
 #[test]
 fn a_latent_cache_holds_what_the_cpus_does() -> Result<()> {
@@ -301,6 +371,36 @@ fn a_latent_cache_holds_what_the_cpus_does() -> Result<()> {
             let (keys, values) = here.pools(0)?;
             judge(&format!("MLA, {dtype:?}"), [&q, keys, values], &options, &out, None)?;
         }
+    }
+    Ok(())
+}
+
+/// Latent rows in 656 bytes.
+#[test]
+fn a_latent_cache_of_mla656_holds_what_the_cpus_does() -> Result<()> {
+    let name = "a_latent_cache_of_mla656_holds_what_the_cpus_does";
+    let Some(device) = gpu(name) else { return Ok(()) };
+    let shape = CacheShape { layers: 1, blocks: 6, block_size: 4, kv_heads: 1, head_dim: 576 };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let (there, here) = (PagedCache::mla656(shape, &device)?, PagedCache::mla656(shape, &CPU)?);
+        let mut pages = PageAllocator::new(shape.blocks, shape.block_size).expect("sound sizes");
+        let (first, second) = (pages.create(), pages.create());
+        let mut step = Step::new();
+        step.append(&mut pages, first, 6).expect("room");
+        step.append(&mut pages, second, 1).expect("room");
+        step.finish(&pages).expect("alive");
+        let rows = normal(&[7, 1, 576], dtype);
+        let moved = attention_of_step(&step, &device)?;
+        here.write_latent(0, &rows, step.slots())?;
+        there.append_latent(0, &rows.to_device(&device)?, &moved)?;
+        assert_eq!(bits(there.pools(0)?.0), bits(here.pools(0)?.0), "{dtype:?}");
+        let q = normal(&[7, 16, 576], dtype);
+        let execution = Execution::default();
+        let expected = here.attention(0, &q, &attention_of_step(&step, &CPU)?, &execution)?;
+        let found = there.attention(0, &q.to_device(&device)?, &moved, &execution)?;
+        let off = distance(&found, &expected)?;
+        let allowed = if dtype == DType::F32 { 1e-4 } else { 0.05 };
+        assert!(off < allowed, "{dtype:?}: {off}");
     }
     Ok(())
 }

@@ -7,8 +7,8 @@ use regard::format::Mla656;
 
 impl PagedCache {
     /// An empty latent cache of `mla656` rows: 512 compressed dims in `e4m3` with a scale per 128
-    /// of them, and 64 rotary dims in `bf16`. [`PagedCache::write_latent`] quantizes rows of f32,
-    /// f16 or bf16; on a GPU rows are quantized elsewhere.
+    /// of them, and 64 rotary dims in `bf16`. [`PagedCache::write_latent`] and
+    /// [`PagedCache::append_latent`] quantize rows of f32, f16 or bf16.
     ///
     /// ```
     /// use candle_core::Device;
