@@ -31,7 +31,7 @@ def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None
         if chunk is not None:
             keep &= at // chunk == p // chunk
         for h in range(heads):
-            score = q[b, :, h] @ k[b, :, h // group].T
+            score = product(q[b, :, h], k[b, :, h // group].T)
             score = score * dtype(1 / np.sqrt(dim) if scale is None else scale)
             if softcap is not None:
                 score = softcap * np.tanh(score / softcap)
@@ -54,9 +54,20 @@ def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None
                 weight = np.where(seen, times * np.exp(score - np.where(np.isfinite(top), top, 0)[:, None]), 0)
                 total = weight.sum(-1) + np.exp(sink - np.where(np.isfinite(top), top, 0))
                 some = np.isfinite(top)
-                out[b, :, h] = np.where(some[:, None], rounded(weight) @ v[b, :, h // group] / total[:, None], 0)
+                out[b, :, h] = np.where(some[:, None], product(rounded(weight), v[b, :, h // group]) / total[:, None], 0)
                 lse[b, :, h] = np.where(some, np.log(total) + top, -np.inf)
     return out, lse
+
+
+def product(a, b):
+    """a @ b. In f32 term by term, as the tolerance rule's naive computation has it: a library for matrix products
+    keeps several sums, so its error is not that of naive arithmetic."""
+    if a.dtype != np.float32:
+        return a @ b
+    total = np.zeros((a.shape[0], b.shape[1]), a.dtype)
+    for column, row in zip(a.T, b):
+        total += column[:, None] * row
+    return total
 
 
 def times_listed(key_indices, key_counts, first_row, kv_head, shape):
