@@ -9,6 +9,7 @@ mod shapes;
 
 use candle_core::{Device, Error, Result};
 use clap::{Parser, Subcommand};
+use generate::cache::CacheType;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -97,6 +98,9 @@ enum Command {
             default_value = "1x512,16x512,64x512,256x512,8x2048,8x8192,8x32768"
         )]
         at: Vec<(usize, usize)>,
+        /// regard's caches
+        #[arg(long = "cache", value_enum, value_delimiter = ',', default_value = "model")]
+        caches: Vec<CacheType>,
         /// File of the results
         #[arg(long)]
         out: PathBuf,
@@ -163,6 +167,8 @@ struct Prefixed {
 struct Served {
     model: String,
     attention: String,
+    /// The cache's type.
+    cache: String,
     requests: usize,
     context: usize,
     /// Medians, in milliseconds.
@@ -248,10 +254,10 @@ fn run(command: Command) -> Result<()> {
             let prefixes = measure::prefixes(&model, &requests, shared)?;
             write(&out, &Results { prefixes, ..Results::default() })
         }
-        Command::Shapes { shapes, device, at, out } => {
+        Command::Shapes { shapes, device, at, caches, out } => {
             let mut served = Vec::new();
             for shape in shapes {
-                served.extend(shapes::served(&shape, &device, &at)?);
+                served.extend(shapes::served(&shape, &device, &at, &caches)?);
             }
             print!("{}", shapes::table(&served));
             write(&out, &Results { served, ..Results::default() })

@@ -4,6 +4,7 @@ use super::Served;
 use super::measure::{median, tokens};
 use candle_core::{D, DType, Device, Result, Tensor};
 use generate::attend::{Attend, Composed, Mode, Paged};
+use generate::cache::CacheType;
 use generate::model::{Config, Llama, Rows, Shape};
 use regard::paged::{PageAllocator, SequenceId, Step};
 use regard_candle::{CacheShape, PagedCache};
@@ -29,6 +30,15 @@ pub fn shape(name: &str) -> Result<Shape> {
     }
 }
 
+/// Fills a pool with random numbers, or with random codes, none of which is a NaN.
+fn fill(pool: &Tensor) -> Result<()> {
+    let random = match pool.dtype() {
+        DType::U8 => Tensor::rand(0f32, 64., pool.dims(), pool.device())?.to_dtype(DType::U8)?,
+        _ => random(pool.dims(), pool.device())?,
+    };
+    pool.slice_set(&random, 0, 0)
+}
+
 /// Random keys or values.
 fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape, device)?.to_dtype(DType::BF16)
@@ -43,7 +53,7 @@ struct Cache {
 }
 
 impl Cache {
-    fn new(model: &Llama, requests: usize, context: usize) -> Result<Cache> {
+    fn new(model: &Llama, kind: CacheType, requests: usize, context: usize) -> Result<Cache> {
         let wrap = candle_core::Error::wrap;
         let config = model.config();
         let blocks = requests * (context + WARM_UP + STEPS).div_ceil(BLOCK_SIZE);
@@ -54,11 +64,11 @@ impl Cache {
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
         };
-        let cache = PagedCache::new(shape, DType::BF16, model.device())?;
+        let cache = kind.pages(shape, DType::BF16, model.device())?;
         for layer in 0..config.layers {
             let (keys, values) = cache.pools(layer)?;
-            keys.slice_set(&random(keys.dims(), model.device())?, 0, 0)?;
-            values.slice_set(&random(values.dims(), model.device())?, 0, 0)?;
+            fill(keys)?;
+            fill(values)?;
         }
         let mut pages = PageAllocator::new(blocks, BLOCK_SIZE).map_err(wrap)?;
         let sequences: Vec<SequenceId> = (0..requests).map(|_| pages.create()).collect();
@@ -90,9 +100,14 @@ enum Contender {
     Candle(Composed),
 }
 
-fn contender(model: &Llama, regard: bool, requests: usize, context: usize) -> Result<Contender> {
-    if regard {
-        return Ok(Contender::Regard(Box::new(Cache::new(model, requests, context)?)));
+/// regard over such a cache, or candle.
+fn contender(
+    model: &Llama,
+    cache: Option<CacheType>,
+    (requests, context): (usize, usize),
+) -> Result<Contender> {
+    if let Some(kind) = cache {
+        return Ok(Contender::Regard(Box::new(Cache::new(model, kind, requests, context)?)));
     }
     let Config { layers, kv_heads, head_dim, .. } = *model.config();
     let mut composed = Composed::new(layers, requests, model.device())?;
@@ -142,20 +157,31 @@ fn decode(
     Ok((median(whole), median(part)))
 }
 
-/// Decode steps of that many requests after that many tokens, each with regard's attention and with
-/// candle's. Points that do not fit in memory are reported and left out.
-pub fn served(name: &str, device: &Device, points: &[(usize, usize)]) -> Result<Vec<Served>> {
+/// Decode steps of that many requests after that many tokens, each with regard's attention over
+/// each kind of cache, and with candle's. Points that do not fit in memory are reported and left out.
+pub fn served(
+    name: &str,
+    device: &Device,
+    points: &[(usize, usize)],
+    caches: &[CacheType],
+) -> Result<Vec<Served>> {
     let begun = Instant::now();
     let model = Llama::random(&shape(name)?, device)?;
     device.synchronize()?;
     eprintln!("{name}: ready after {:.1} s", begun.elapsed().as_secs_f64());
     let mut found = Vec::new();
     for &(requests, context) in points {
-        for regard in [true, false] {
-            let attention = if regard { "regard" } else { "candle" };
-            let what = format!("{name}, {requests} x {context}, {attention}");
-            let times = contender(&model, regard, requests, context)
-                .and_then(|mut contender| decode(&model, &mut contender, (requests, context)));
+        let point = (requests, context);
+        for kind in caches.iter().copied().map(Some).chain([None]) {
+            let (attention, cache) = match kind {
+                // The model computes in bf16.
+                Some(CacheType::Model) => ("regard", "bf16"),
+                Some(kind) => ("regard", kind.name()),
+                None => ("candle", "bf16"),
+            };
+            let what = format!("{name}, {requests} x {context}, {attention}, {cache}");
+            let times = contender(&model, kind, point)
+                .and_then(|mut contender| decode(&model, &mut contender, point));
             let (step_ms, attention_ms) = match times {
                 Ok(times) => times,
                 Err(error) => {
@@ -164,8 +190,16 @@ pub fn served(name: &str, device: &Device, points: &[(usize, usize)]) -> Result<
                 }
             };
             eprintln!("{what}: {step_ms:.2} ms, attention {attention_ms:.3} ms");
-            let (model, attention) = (name.to_string(), attention.to_string());
-            found.push(Served { model, attention, requests, context, step_ms, attention_ms });
+            let [model, attention, cache] = [name, attention, cache].map(str::to_string);
+            found.push(Served {
+                model,
+                attention,
+                cache,
+                requests,
+                context,
+                step_ms,
+                attention_ms,
+            });
         }
     }
     Ok(found)
@@ -174,9 +208,9 @@ pub fn served(name: &str, device: &Device, points: &[(usize, usize)]) -> Result<
 /// The table, in Markdown.
 pub fn table(served: &[Served]) -> String {
     let mut text = String::from(
-        "| model | requests | tokens before the step | regard: tokens/s | step | attention \
+        "| model | requests | tokens before the step | cache | regard: tokens/s | step | attention \
          | its share | candle: tokens/s | attention | its share | tokens/s, regard to candle |\n\
-         |---|---|---|---|---|---|---|---|---|---|---|\n",
+         |---|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
     for ours in served.iter().filter(|served| served.attention == "regard") {
         let rate = |served: &Served| served.requests as f64 / served.step_ms * 1e3;
@@ -195,9 +229,9 @@ pub fn table(served: &[Served]) -> String {
                 rate(ours) / rate(candle)
             )
         });
-        let Served { model, requests, context, step_ms, attention_ms, .. } = ours;
+        let Served { model, cache, requests, context, step_ms, attention_ms, .. } = ours;
         text += &format!(
-            "| {model} | {requests} | {context} | {:.0} | {step_ms:.2} ms | {attention_ms:.2} ms \
+            "| {model} | {requests} | {context} | {cache} | {:.0} | {step_ms:.2} ms | {attention_ms:.2} ms \
              | {:.0}% | {candle} |\n",
             rate(ours),
             share(ours)
