@@ -5,6 +5,7 @@ Skipped without one; `REGARD_CUDA_REQUIRED=1` makes that a failure."""
 import time
 
 import libraries
+import numpy as np
 import pytest
 import regard
 
@@ -176,6 +177,15 @@ def test_a_second_gpu():
     other = torch.cuda.Stream(device="cuda:0")
     with pytest.raises(regard.ArgumentError, match="`stream` is of another device; allowed: a stream of cuda:1"):
         regard.attention(q, k, v, stream=other)
+
+
+def test_new_arrays_of_jax():
+    """Their transfers may be under way when a call begins."""
+    library, random = libraries.JaxCuda(), np.random.default_rng(0)
+    for _ in range(100):
+        q, k = random.standard_normal((2, 3, 6, 64), np.float32), random.standard_normal((2, 11, 1, 64), np.float32)
+        found = library.read(regard.attention(library.make(q), library.make(k), None, value_dim=48))
+        np.testing.assert_allclose(found, regard.attention(q, k, None, value_dim=48), atol=1e-5)
 
 
 def test_the_time_of_a_call():
