@@ -4,16 +4,18 @@ use super::Served;
 use super::measure::{median, tokens};
 use candle_core::{D, DType, Device, Result, Tensor};
 use generate::attend::{Attend, Composed, Mode, Paged};
-use generate::cache::CacheType;
+use generate::cache::{CacheType, rows_for};
 use generate::model::{Config, Llama, Rows, Shape};
 use regard::paged::{PageAllocator, SequenceId, Step};
-use regard_candle::{CacheShape, PagedCache};
+use regard_candle::{CacheShape, PagedCache, attention_of_step};
 use std::time::Instant;
 
 /// Steps that are not counted, and steps that are.
 const WARM_UP: usize = 4;
 const STEPS: usize = 16;
 const BLOCK_SIZE: usize = 16;
+/// Tokens of one append while a cache is filled.
+const FILLED_AT_ONCE: usize = 4096;
 
 /// A model's sizes by name, and two that are small enough for a test.
 pub fn shape(name: &str) -> Result<Shape> {
@@ -30,18 +32,35 @@ pub fn shape(name: &str) -> Result<Shape> {
     }
 }
 
-/// Fills a pool with random numbers, or with random codes, none of which is a NaN.
-fn fill(pool: &Tensor) -> Result<()> {
-    let random = match pool.dtype() {
-        DType::U8 => Tensor::rand(0f32, 64., pool.dims(), pool.device())?.to_dtype(DType::U8)?,
-        _ => random(pool.dims(), pool.device())?,
-    };
-    pool.slice_set(&random, 0, 0)
-}
-
 /// Random keys or values.
 fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape, device)?.to_dtype(DType::BF16)
+}
+
+/// Writes random keys and values to every slot, quantized where the cache is.
+fn fill(cache: &PagedCache, device: &Device) -> Result<()> {
+    let wrap = candle_core::Error::wrap;
+    let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = cache.shape();
+    // One sequence that has all pages. Whoever gets them later finds them full.
+    let mut pages = PageAllocator::new(blocks, block_size).map_err(wrap)?;
+    let (sequence, mut step) = (pages.create(), Step::new());
+    let slots = blocks * block_size;
+    for begun in (0..slots).step_by(FILLED_AT_ONCE) {
+        let rows = FILLED_AT_ONCE.min(slots - begun);
+        step.clear();
+        step.append(&mut pages, sequence, rows).map_err(wrap)?;
+        step.finish(&pages).map_err(wrap)?;
+        let attention = attention_of_step(&step, device)?;
+        for layer in 0..layers {
+            let [keys, values] = [(); 2].map(|()| random(&[rows, kv_heads, head_dim], device));
+            let (keys, values) = (rows_for(cache, &keys?)?, rows_for(cache, &values?)?);
+            match device.is_cpu() {
+                true => cache.write(layer, &keys, &values, step.slots())?,
+                false => cache.append(layer, &keys, &values, &attention)?,
+            }
+        }
+    }
+    Ok(())
 }
 
 /// A paged cache in which every sequence has its context.
@@ -65,11 +84,7 @@ impl Cache {
             head_dim: config.head_dim,
         };
         let cache = kind.pages(shape, DType::BF16, model.device())?;
-        for layer in 0..config.layers {
-            let (keys, values) = cache.pools(layer)?;
-            fill(keys)?;
-            fill(values)?;
-        }
+        fill(&cache, model.device())?;
         let mut pages = PageAllocator::new(blocks, BLOCK_SIZE).map_err(wrap)?;
         let sequences: Vec<SequenceId> = (0..requests).map(|_| pages.create()).collect();
         // In turns, so that the pages of a sequence are not neighbours.
