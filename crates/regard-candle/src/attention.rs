@@ -58,21 +58,8 @@ impl Execution {
         v: &Tensor,
         attention: &Attention,
     ) -> Result<Tensor> {
-        self.attention_of_longest(q, k, v, attention, None)
-    }
-
-    /// [`Execution::attention`] for callers that know the longest query and the maximum keys of a
-    /// sequence, so that lengths in a GPU's memory are not read.
-    pub(crate) fn attention_of_longest(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        attention: &Attention,
-        longest: Option<Longest>,
-    ) -> Result<Tensor> {
         let Prepared { q, k, v, attention } = Prepared::new(q, k, v, attention)?;
-        q.apply_op3(&k, &v, Fused { attention, execution: self.clone(), longest, lse: None })
+        q.apply_op3(&k, &v, Fused { attention, execution: self.clone(), lse: None })
     }
 
     /// As the function [`attention_with_lse`].
@@ -90,7 +77,7 @@ impl Execution {
         let lse = Arc::new(Mutex::new(None));
         let Prepared { q, k, v, attention } = Prepared::new(q, k, v, attention)?;
         let (execution, place) = (self.clone(), Some(lse.clone()));
-        let op = Fused { attention, execution, longest: None, lse: place };
+        let op = Fused { attention, execution, lse: place };
         let out = q.apply_op3(&k, &v, op)?;
         let rows = &out.dims()[..out.rank() - 1];
         let lse = lse.lock().expect("no pass has panicked").take();
@@ -155,8 +142,21 @@ impl Execution {
         machine: &Machine,
     ) -> Result<Plan> {
         let dtype = self.out_dtype(inputs.q.dtype())?;
-        let problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
+        let mut problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
+        self.bound(&mut problem);
         Plan::new(&problem, machine).map_err(wrap)
+    }
+
+    /// Bounds ragged lengths that the host has not read.
+    fn bound(&self, problem: &mut Problem) {
+        if let (regard::QueryStorage::Ragged { .. }, Some(len)) =
+            (problem.queries, self.max_query_len)
+        {
+            problem.query_len = problem.query_len.min(len);
+        }
+        if let (regard::KvStorage::Ragged, Some(len)) = (problem.keys, self.max_kv_len) {
+            problem.kv_len = problem.kv_len.min(len);
+        }
     }
 
     /// The plan that was made beforehand, or a new one.
@@ -168,40 +168,9 @@ impl Execution {
     }
 }
 
-/// The longest query and the maximum keys of a sequence, given by the caller so that lengths in a
-/// GPU's memory are not read.
-#[derive(Debug, Clone, Copy)]
-#[cfg_attr(
-    not(any(feature = "cuda", feature = "metal")),
-    expect(dead_code, reason = "the host reads lengths")
-)]
-pub(crate) struct Longest {
-    pub(crate) query: usize,
-    pub(crate) keys: usize,
-}
-
-impl Longest {
-    /// Bounds ragged lengths of a problem whose lengths the host cannot read.
-    #[cfg(any(feature = "cuda", feature = "metal"))]
-    fn bound(self, problem: &mut Problem) {
-        if let regard::QueryStorage::Ragged { .. } = problem.queries {
-            problem.query_len = problem.query_len.min(self.query);
-        }
-        if problem.keys == regard::KvStorage::Ragged {
-            problem.kv_len = problem.kv_len.min(self.keys);
-        }
-    }
-}
-
 pub(crate) struct Fused {
     pub(crate) attention: Attention,
     pub(crate) execution: Execution,
-    /// Bounds of a plan made for this call.
-    #[cfg_attr(
-        not(any(feature = "cuda", feature = "metal")),
-        expect(dead_code, reason = "the host reads lengths")
-    )]
-    pub(crate) longest: Option<Longest>,
     /// Receives the log-sum-exp, if requested: a custom op returns one tensor only.
     pub(crate) lse: Option<Arc<Mutex<Option<Storage>>>>,
 }
@@ -287,9 +256,7 @@ impl Fused {
     ) -> Result<GpuCall> {
         let dtype = self.execution.out_dtype(inputs.q.dtype())?;
         let mut problem = Problem::from_inputs(inputs, dtype, self.lse.is_some()).map_err(wrap)?;
-        if let Some(longest) = self.longest {
-            longest.bound(&mut problem);
-        }
+        self.execution.bound(&mut problem);
         let plan = self.execution.plan_or(|| Plan::new(&problem, machine).map_err(wrap))?;
         Ok(GpuCall { plan, dtype, shape: result_shape(inputs) })
     }

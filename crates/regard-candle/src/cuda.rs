@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// Memory of the GPU that a stream belongs to.
 pub(crate) struct Cuda {
     stream: Arc<CudaStream>,
-    /// How bytes of keys and values are meant.
+    /// Formats of keys and values that are bytes.
     format: CacheFormat,
 }
 

@@ -2,7 +2,6 @@
 //!
 //! Names of arguments are those of candle too. The crate's documentation lists the differences.
 
-use crate::attention::Longest;
 use crate::options::{Attention, Execution};
 use crate::view::refuse;
 use candle_core::{DType, Result, Tensor};
@@ -160,8 +159,8 @@ pub fn flash_attn_varlen(
     causal: bool,
 ) -> Result<Tensor> {
     let attention = scaled(softmax_scale, Window::default(), causal);
-    let longest = Longest { query: max_seqlen_q, keys: max_seqlen_k };
-    ragged([q, k, v], [seqlens_q, seqlens_k], longest, attention)
+    let execution = of_longest(max_seqlen_q, max_seqlen_k);
+    ragged([q, k, v], [seqlens_q, seqlens_k], &execution, attention)
 }
 
 /// `candle_flash_attn::flash_attn_varlen_windowed`: [`flash_attn_varlen`] with a window.
@@ -182,8 +181,8 @@ pub fn flash_attn_varlen_windowed(
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
     let attention = windowed(softmax_scale, window_size_left, window_size_right);
-    let longest = Longest { query: max_seqlen_q, keys: max_seqlen_k };
-    ragged([q, k, v], [seqlens_q, seqlens_k], longest, attention)
+    let execution = of_longest(max_seqlen_q, max_seqlen_k);
+    ragged([q, k, v], [seqlens_q, seqlens_k], &execution, attention)
 }
 
 /// `candle_flash_attn::flash_attn_varlen_alibi`: [`flash_attn_varlen`] with ALiBi slopes.
@@ -207,8 +206,8 @@ pub fn flash_attn_varlen_alibi(
         alibi_slopes: Some(alibi_slopes.clone()),
         ..scaled(softmax_scale, Window::default(), causal)
     };
-    let longest = Longest { query: max_seqlen_q, keys: max_seqlen_k };
-    ragged([q, k, v], [seqlens_q, seqlens_k], longest, attention)
+    let execution = of_longest(max_seqlen_q, max_seqlen_k);
+    ragged([q, k, v], [seqlens_q, seqlens_k], &execution, attention)
 }
 
 /// `candle_flash_attn::flash_attn_varlen_alibi_windowed`: [`flash_attn_varlen_windowed`] with ALiBi
@@ -234,8 +233,8 @@ pub fn flash_attn_varlen_alibi_windowed(
         alibi_slopes: Some(alibi_slopes.clone()),
         ..windowed(softmax_scale, window_size_left, window_size_right)
     };
-    let longest = Longest { query: max_seqlen_q, keys: max_seqlen_k };
-    ragged([q, k, v], [seqlens_q, seqlens_k], longest, attention)
+    let execution = of_longest(max_seqlen_q, max_seqlen_k);
+    ragged([q, k, v], [seqlens_q, seqlens_k], &execution, attention)
 }
 
 /// `candle_flash_attn::flash_attn_varlen_alibi_windowed_softcap`: [`flash_attn_varlen_windowed`]
@@ -263,8 +262,8 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
         softcap: nonzero(softcap),
         ..windowed(softmax_scale, window_size_left, window_size_right)
     };
-    let longest = Longest { query: max_seqlen_q, keys: max_seqlen_k };
-    ragged([q, k, v], [seqlens_q, seqlens_k], longest, attention)
+    let execution = of_longest(max_seqlen_q, max_seqlen_k);
+    ragged([q, k, v], [seqlens_q, seqlens_k], &execution, attention)
 }
 
 /// `candle_flash_attn::flash_attn_varlen_paged_windowed`: queries `[total, Hq, D]` over pools
@@ -315,15 +314,24 @@ pub fn flash_attn_varlen_paged_windowed(
         softcap: softcap.and_then(nonzero),
         ..windowed(softmax_scale, window_size_left, window_size_right)
     };
-    let longest = Longest { query: max_seqlen_q, keys: max_seqlen_k };
-    Execution::default().attention_of_longest(q, k, v, &attention, Some(longest))
+    let execution = of_longest(max_seqlen_q, max_seqlen_k);
+    execution.attention(q, k, v, &attention)
+}
+
+/// Bounds of lengths that are on a device.
+fn of_longest(max_query_len: usize, max_kv_len: usize) -> Execution {
+    Execution {
+        max_query_len: Some(max_query_len),
+        max_kv_len: Some(max_kv_len),
+        ..Execution::default()
+    }
 }
 
 /// Sequences one after the other, queries and keys.
 fn ragged(
     [q, k, v]: [&Tensor; 3],
     [seqlens_q, seqlens_k]: [&Tensor; 2],
-    longest: Longest,
+    execution: &Execution,
     attention: Attention,
 ) -> Result<Tensor> {
     let attention = Attention {
@@ -331,7 +339,7 @@ fn ragged(
         cu_seqlens_k: Some(seqlens_k.clone()),
         ..attention
     };
-    Execution::default().attention_of_longest(q, k, v, &attention, Some(longest))
+    execution.attention(q, k, v, &attention)
 }
 
 /// A window as candle-flash-attn gives it: nothing to the right is causal.

@@ -24,8 +24,8 @@
 //! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`], which
 //! also has MLA's form ([`PagedCache::latent`]). For continuous batching [`attention_of_step`]
 //! takes both from a [`regard::paged::Step`], and [`grouped_attention_of_step`] also what
-//! sequences share. The crate `generate`, in regard's `examples` folder,
-//! serves a real model that way.
+//! sequences share. On a GPU, [`Execution::max_query_len`] tells that a step has single tokens
+//! only. The crate `generate`, in regard's `examples` folder, serves a real model that way.
 //!
 //! # Caches in 8 and 4 bits
 //!

@@ -67,7 +67,7 @@ impl Encoder for Tracked<'_> {
 
 /// Buffers of candle's.
 pub(crate) struct Metal {
-    /// How bytes of keys and values are meant.
+    /// Formats of keys and values that are bytes.
     format: CacheFormat,
 }
 

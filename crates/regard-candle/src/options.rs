@@ -6,7 +6,7 @@ use regard::paged::{Step, TableLayout};
 use regard::{Inputs, Memory, Plan};
 use std::sync::Arc;
 
-/// Which of candle's threads compute attention.
+/// Candle's thread pool that computes attention.
 ///
 /// Candle keeps two pools, and the threads of either spin for a while when their work is done.
 /// Attention is fastest on the pool that the matrix products before it ran on: on the other one it
@@ -26,17 +26,24 @@ pub enum Threads {
 /// candle's `u32` instead of `i32`.
 pub type Attention = regard::Attention<Tensor>;
 
-/// How calls are executed, and facts of the operands that candle's types do not hold. The functions
+/// Execution of calls, and facts of the operands that candle's types do not hold. The functions
 /// of the crate use the default.
 #[derive(Debug, Clone, Default)]
 pub struct Execution {
     /// The type of the result: that of the queries (`None`) or `f32`, which is what the kernel
     /// holds before it rounds.
     pub out_dtype: Option<DType>,
-    /// Which of candle's threads do the work.
+    /// Candle's thread pool that does the work.
     pub threads: Threads,
-    /// How `u8` keys and values are meant.
+    /// Formats of `u8` keys and values.
     pub format: CacheFormat,
+    /// Rows of the longest sequence of a ragged batch, at most, on a device, whose lengths the host
+    /// does not read; `None` stands for all rows of the batch. It decides whether the kernels for
+    /// few rows are used, and rows beyond it are zeros. Of a step it is
+    /// [`Step::max_query_len`](regard::paged::Step::max_query_len).
+    pub max_query_len: Option<usize>,
+    /// Keys of the longest sequence of ragged keys, likewise.
+    pub max_kv_len: Option<usize>,
     /// A plan made beforehand ([`Execution::plan`]), for every layer that has these shapes. Without
     /// one, each call plans for itself, which takes microseconds.
     pub plan: Option<Arc<Plan>>,
@@ -132,7 +139,7 @@ pub(crate) trait Place {
     where
         Self: 'a;
 
-    /// How errors call it.
+    /// Name in errors.
     const NAME: &'static str;
 
     /// The storage, if it is of this kind.

@@ -21,7 +21,7 @@ pub(crate) fn refuse(
 
 /// The host's memory.
 pub(crate) struct Cpu {
-    /// How bytes of keys and values are meant.
+    /// Formats of keys and values that are bytes.
     pub(crate) format: CacheFormat,
 }
 

@@ -321,7 +321,8 @@ fn a_quantized_cache_holds_what_the_cpus_does() -> Result<()> {
                 appended.append(0, &keys, &values, &moved)?;
                 written.write(0, &keys, &values, step.slots())?;
                 let what = format!("{format:?} {dtype:?} round {round}");
-                let execution = Execution::default();
+                let execution =
+                    Execution { max_query_len: Some(step.max_query_len()), ..Execution::default() };
                 let expected =
                     here.attention(0, &part(&rows, 0, 4)?.contiguous()?, &options, &execution)?;
                 for cache in [&appended, &written] {

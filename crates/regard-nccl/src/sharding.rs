@@ -1,4 +1,4 @@
-//! Which rank has which rows and keys.
+//! Division of rows and keys among ranks.
 
 use std::ops::Range;
 

@@ -86,7 +86,7 @@ def main():
                     old = best.get(name, found)
                     best[name] = [pick(a, b) for pick, a, b in zip((max, min) * 2, old, found)]
             pairs = list(zip(*best.values()))
-            # How much better regard is: rates and times point in opposite directions.
+            # regard's advantage: rates and times point in opposite directions.
             cells = [f"{a:.0f} / {b:.0f} ({b / a if i % 2 == 0 else a / b:.2f}x)" for i, (a, b) in enumerate(pairs)]
             print(f"| {str(dtype)[6:]} | {length} | {' | '.join(cells)} |", flush=True)
 

@@ -18,7 +18,7 @@ use regard::{DType, MAX_RANK};
 use std::fmt;
 use std::ptr::NonNull;
 
-/// Where an array is.
+/// Device of an array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
     /// Host memory.
@@ -153,9 +153,9 @@ pub struct Array {
     rank: usize,
     shape: [usize; MAX_RANK],
     strides: [i64; MAX_RANK],
-    /// Where it is.
+    /// Device.
     pub place: Place,
-    /// Whose it is.
+    /// Framework.
     pub framework: Framework,
     /// The stream that `__cuda_array_interface__` names: its work is on this one.
     pub stream: Option<u64>,

@@ -216,7 +216,7 @@ pub fn attention<'py>(
     Ok(PyTuple::new(py, [out, lse])?.into_any())
 }
 
-/// What regard sees of an array: (type, shape, strides in elements, device).
+/// An array as regard sees it: (type, shape, strides in elements, device).
 #[pyfunction]
 pub fn describe(array: &Bound<'_, PyAny>) -> PyResult<(String, Vec<usize>, Vec<i64>, String)> {
     let array = Array::read("array", array)?;

@@ -12,7 +12,7 @@ use std::alloc::Layout;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 
-/// What XLA wants of memory that it takes over without a copy.
+/// Alignment that XLA wants of memory that it takes over without a copy.
 const ALIGNMENT: usize = 64;
 
 enum Memory {
@@ -92,7 +92,7 @@ impl Buffer {
         }
     }
 
-    /// Where it is.
+    /// Device.
     pub fn place(&self) -> Place {
         self.place
     }
@@ -155,7 +155,7 @@ impl Buffer {
         self.dtype.name()
     }
 
-    /// Where the memory is: "cpu" or "cuda:0".
+    /// Device of the memory: "cpu" or "cuda:0".
     #[getter(device)]
     fn python_device(&self) -> String {
         self.place.to_string()

@@ -216,7 +216,7 @@ pub fn append_latent<'py>(
 }
 
 impl Append {
-    /// What both functions take. There are no values yet.
+    /// Arguments of both functions. There are no values yet.
     fn read(
         key: &Bound<'_, PyAny>,
         key_pool: &Bound<'_, PyAny>,

@@ -49,9 +49,9 @@ pub const READ_ONLY: u64 = 1;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Device {
-    /// What kind of device.
+    /// Kind of device.
     pub kind: i32,
-    /// Which one.
+    /// Number among the devices of that kind.
     pub id: i32,
 }
 
@@ -59,7 +59,7 @@ pub struct Device {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataType {
-    /// What kind of number.
+    /// Kind of number.
     pub code: u8,
     /// Bits of one.
     pub bits: u8,
@@ -73,7 +73,7 @@ pub struct DataType {
 pub struct Tensor {
     /// Start of the memory.
     pub data: *mut c_void,
-    /// Where the memory is.
+    /// Device of the memory.
     pub device: Device,
     /// Number of dimensions.
     pub rank: i32,

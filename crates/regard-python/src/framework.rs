@@ -1,4 +1,5 @@
-//! Whose arrays they are: where results are allocated, and which stream work is queued on.
+//! The framework of an array: it decides where results are allocated, and on which stream work is
+//! queued.
 
 use crate::array::{self, Array, Place};
 use crate::buffer::Buffer;
@@ -87,7 +88,7 @@ pub fn empty<'py>(
     }
 }
 
-/// What the caller gets of an array that [`empty`] made: JAX's arrays take the memory over once it
+/// The caller's view of an array that [`empty`] made: JAX's arrays take the memory over once it
 /// is written.
 ///
 /// # Errors

@@ -82,7 +82,7 @@ impl View for regard::cuda::DeviceMemory {
 /// The layout of arrays, and bounds of lengths that only a GPU knows.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Choices {
-    /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
+    /// Format of keys that are bytes, if it is one that arrays cannot name.
     pub k_format: Option<DType>,
     /// The format of bytes of values, likewise.
     pub v_format: Option<DType>,
@@ -109,9 +109,9 @@ pub struct Fixed {
 /// Arguments that are not arrays to compute on, of one call.
 #[derive(Default)]
 pub struct Extra<'py> {
-    /// Where the output goes.
+    /// Destination of the output.
     pub out: Option<Bound<'py, PyAny>>,
-    /// Where the log-sum-exp goes, or whether it is asked for.
+    /// Destination of the log-sum-exp, or whether it is asked for.
     pub lse: Option<Bound<'py, PyAny>>,
     /// The stream.
     pub stream: Option<Bound<'py, PyAny>>,
@@ -165,12 +165,12 @@ fn key_positions(attention: &mut Attention<Array>) -> &mut KeyPositions<Array> {
     attention.key_positions.get_or_insert(plain)
 }
 
-/// Which arguments a function takes.
+/// Arguments that a function takes.
 #[derive(Debug, Clone, Copy)]
 pub struct Takes {
     /// The function's name.
     pub function: &'static str,
-    /// What [`Fixed`] holds.
+    /// The contents of [`Fixed`].
     pub fixed: bool,
     /// `out`.
     pub out: bool,
@@ -421,7 +421,7 @@ impl<'py> Call<'py> {
         self.arrays().try_for_each(|array| expect_place(array, self.q.place, "as q"))
     }
 
-    /// Where the call runs.
+    /// Device of the call.
     pub fn place(&self) -> Place {
         self.q.place
     }
@@ -464,7 +464,7 @@ impl<'py> Call<'py> {
     }
 }
 
-/// Where a call's results go.
+/// Destinations of a call's results.
 pub struct Results {
     /// The output, in regard's order.
     pub out: Array,

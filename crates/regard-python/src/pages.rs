@@ -24,7 +24,7 @@ impl Sequence {
     }
 }
 
-/// Where appended tokens go. Do `copy` first, then write the tokens.
+/// Slots of appended tokens. Do `copy` first, then write the tokens.
 #[pyclass(frozen, module = "regard")]
 pub struct Appended {
     /// (from block, to block, slots): copy the first slots of a block, keys and values of every
@@ -319,6 +319,12 @@ impl Step {
     #[getter]
     fn tokens(&self) -> usize {
         self.lock().tokens()
+    }
+
+    /// New tokens of the sequence that has the most: `max_query_len` of attention.
+    #[getter]
+    fn max_query_len(&self) -> usize {
+        self.lock().max_query_len()
     }
 
     /// `[B + 1]`: rows of each sequence.

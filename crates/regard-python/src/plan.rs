@@ -20,7 +20,7 @@ pub struct Planned {
     pub plan: regard::Plan,
     /// Host workspaces that no run uses now: one, unless runs overlapped.
     idle: Mutex<Vec<Vec<u8>>>,
-    /// What the layers of a step share.
+    /// Shared by the layers of a step.
     step: Step,
 }
 
@@ -241,7 +241,7 @@ fn expect_places(call: &Call, results: &Results) -> PyResult<()> {
     Ok(())
 }
 
-/// How attention of arrays like these runs on their device: made once, run many times without
+/// Attention of arrays like these on their device: made once, run many times without
 /// allocating.
 ///
 /// Arguments are those of `attention`, without `out` and `stream`; `lse` is whether runs write
@@ -420,7 +420,7 @@ impl Plan {
         self.planned.plan.choice().kernel.name()
     }
 
-    /// Where the plan runs: "cpu" or "cuda:0".
+    /// Device of the plan: "cpu" or "cuda:0".
     #[getter]
     fn device(&self) -> String {
         self.place.to_string()

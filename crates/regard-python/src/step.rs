@@ -1,4 +1,4 @@
-//! What the layers of a step share: its schedule, and the tile map of a mask.
+//! Shared by the layers of a step: its schedule, and the tile map of a mask.
 
 use crate::device::{self, Allocation, lock};
 use crate::errors::{Fault, argument};
@@ -9,16 +9,16 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Mutex;
 
-/// What is computed once.
+/// Results that are computed once per step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shared {
-    /// How decode is divided.
+    /// Division of decode's work.
     Schedule,
-    /// Which tiles a mask hides or leaves unchanged.
+    /// Tiles that a mask hides or leaves unchanged.
     TileMap,
 }
 
-/// What a plan's layers share. Runs of other plans, and those that read nothing of it, have other
+/// Shared by a plan's layers. Runs of other plans, and those that read nothing of it, have other
 /// workspaces, so they do not overwrite it.
 #[derive(Default)]
 pub struct Step {
@@ -122,7 +122,7 @@ impl Step {
         outputs: &Outputs,
         workspace: &mut [u8],
     ) -> Result<(), Error> {
-        // Where no map is used, none is missing.
+        // If no map is used, none is missing.
         let Some(wanted) = cpu::tile_map(plan, inputs, outputs)? else { return Ok(()) };
         let host = lock(&self.host);
         let same = host.as_ref().map(|(map, _)| *map == wanted);

@@ -71,7 +71,7 @@ def product(a, b):
 
 
 def times_listed(key_indices, key_counts, first_row, kv_head, shape):
-    """How often each of `shape` rows' lists names each key."""
+    """Number of times that each of `shape` rows' lists names each key."""
     rows, keys = shape
     times = np.zeros(shape)
     head = kv_head if key_indices.shape[1] > 1 else 0

@@ -189,7 +189,7 @@ def test_new_arrays_of_jax():
 
 
 def test_the_time_of_a_call():
-    """How long the host is busy with a planned run; the GPU's time is bench's affair."""
+    """The host's time of a planned run; the GPU's time is measured by bench."""
     q, k, v = qkv(batch=1, rows=1, keys=16, heads=2, kv_heads=1, dim=64)
     out, plan = torch.empty_like(q), regard.Plan(q, k, v)
     arguments = [x.transpose(1, 2) for x in (q, k, v)]

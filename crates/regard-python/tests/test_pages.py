@@ -100,6 +100,7 @@ def test_prefix_groups_of_a_step(normal):
     for sequence, tokens in ((system, 64), (lone, 9)):
         step.append(pages, sequence, tokens)
     step.finish(pages)
+    assert step.max_query_len == max(np.diff(step.cu_seqlens_q.tolist()))
     assert not step.has_prefix_groups and step.prefix_groups.tolist() == [-1, -1]
     k, v = (normal(step.tokens, 2, 32) for _ in "kv")
     regard.append(k, v, *pools, step.block_table, step.kv_lens, cu_seqlens=step.cu_seqlens_q)

@@ -75,7 +75,7 @@ def test_a_tile_map_belongs_to_a_mask(normal):
     plan.run(q, k, v, out, mask=mask, mapped=True)
     with pytest.raises(regard.ArgumentError, match="`mapped` is True, with operands of other shapes"):
         plan.run(q, k, v, out, mask=np.ones((1, HEADS, 4, 600), bool), mapped=True)
-    # What has no map needs none.
+    # A plan without a mask needs no map.
     plain = regard.Plan(q, k, v)
     plain.run(q, k, v, out, mapped=True, scheduled=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scheduled'"):

@@ -117,7 +117,7 @@ def test_types_and_shapes_of_results(device):
         want = regard.attention(*arguments, **options)
         check_operator(regard.torch.attention, *arguments, **options)
         check_operator(regard.torch.attention_with_lse, *arguments, **options)
-        # What the compiler believes of the result is what it is.
+        # The compiler's shapes and types of the result are those of the result.
         believed = []
 
         def traced(*arguments):

@@ -205,6 +205,7 @@ fn tables_are_packed_into_one_buffer() {
     assert_eq!(step.packed(), [0, 6, 7, 6, 1, 0, 1, 2, -1, -1, -1, 0, 0]);
     let bytes: Vec<u8> = step.packed().iter().flat_map(|x| x.to_ne_bytes()).collect();
     assert_eq!(step.packed_bytes(), bytes);
+    assert_eq!((step.max_query_len(), Step::new().max_query_len()), (6, 0));
     let layout = step.table_layout();
     assert_eq!(layout, TableLayout { sequences: 2, max_blocks: 2 });
     assert_eq!((layout.len(), layout.bytes()), (13, 52));

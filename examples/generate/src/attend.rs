@@ -80,7 +80,8 @@ impl<'a> Paged<'a> {
         };
         let batch_invariant = mode == Mode::BatchInvariant;
         let attention = Attention { batch_invariant, ..attention };
-        let execution = Execution { threads, ..Execution::default() };
+        let max_query_len = Some(step.max_query_len());
+        let execution = Execution { threads, max_query_len, ..Execution::default() };
         Ok(Paged { cache, step, attention, execution, stopwatch })
     }
 }

@@ -58,7 +58,7 @@ pub(crate) struct AppendRows<'a> {
     pub(crate) value_pool: Tensor,
     /// Scales of keys and of values, written with their codes.
     pub(crate) scales: [Option<Tensor>; 2],
-    /// How the bytes of the pools are meant.
+    /// Format of the pools' bytes.
     pub(crate) format: CacheFormat,
     pub(crate) tables: &'a Tables,
 }
@@ -115,7 +115,7 @@ impl InplaceOp3 for AppendRows<'_> {
     expect(dead_code, reason = "only GPUs have such appends")
 )]
 pub(crate) struct AppendLatentRows<'a> {
-    /// How the bytes of the pool are meant.
+    /// Format of the pool's bytes.
     pub(crate) format: CacheFormat,
     pub(crate) tables: &'a Tables,
 }

@@ -125,7 +125,7 @@ fn beside() -> Vec<Spec> {
     specs
 }
 
-/// What else there is: each row keeps its own position.
+/// The other features: each row keeps its own position.
 fn features() -> Vec<Spec> {
     let mask = |dtype, hide, broadcast| Some(MaskSpec { dtype, hide, broadcast });
     let base = || Spec { keys: PAGES, causal: true, ..Spec::new("") };

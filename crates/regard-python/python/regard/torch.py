@@ -205,7 +205,7 @@ def attention_with_lse(q, k, v, *, out=None, lse=None, **options):
     return out, lse
 
 
-# What appends write is a list with its names: PyTorch takes no optional tensors that are written.
+# Tensors that appends write are a list with its names: PyTorch takes no optional tensors that are written.
 _WRITTEN = "Tensor(a!)[] written, str names, Tensor block_table, Tensor kv_lens"
 _LATENT_TENSORS = ("cu_seqlens", "rotary_table", "k_scales")
 _LATENT_NUMBERS = 'bool interleaved=False, bool dynamic_k_scales=False, str? k_format=None, str kv_layout="nhd"'

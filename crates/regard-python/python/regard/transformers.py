@@ -97,7 +97,7 @@ def _unit_stride(x):
 
 
 def _added(position_bias, attention_mask):
-    """What is added to scores: the bias, and -inf where the mask hides a key."""
+    """The addend of scores: the bias, and -inf where the mask hides a key."""
     if attention_mask is None:
         return position_bias
     if attention_mask.dtype == torch.bool:

@@ -459,7 +459,7 @@ fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
     [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(others.iter().flatten()).all(aligned)
 }
 
-/// How kernels read keys or values of this type under queries of that one.
+/// Storage class of keys or values of this type, as kernels read them under queries of that one.
 pub(super) fn kv_format(dtype: DType, queries: DType) -> KvFormat {
     match dtype {
         _ if dtype == queries => KvFormat::Native,

@@ -5,7 +5,7 @@ use super::params;
 /// A file of kernels: its name and text.
 type File = (&'static str, &'static str);
 
-/// What all kinds of kernels use.
+/// Source that all kinds of kernels use.
 const COMMON: [File; 2] = [
     ("common.metal", include_str!("kernels/common.metal")),
     ("scores.metal", include_str!("kernels/scores.metal")),
@@ -13,7 +13,7 @@ const COMMON: [File; 2] = [
 
 /// Kernels that need no others of the source.
 struct Kind {
-    /// How their names begin; the type follows.
+    /// Prefix of their names; the type follows.
     prefix: &'static str,
     /// The macro that instantiates them for a type, at the beginning of a line.
     instantiation: &'static str,

@@ -12,7 +12,7 @@ use crate::params::{
 };
 
 parameters! {
-    /// How keys or values are stored.
+    /// Storage of keys or values.
     enum KvFormat {
         /// In the type of the queries.
         Native,
@@ -209,9 +209,9 @@ parameters! {
         table_blocks: i32,
         /// Whether there is a page table (1); otherwise sequence b is block b.
         given_block_table: i32,
-        /// How the pool stores keys.
+        /// Storage of keys in the pool.
         key_format: KvFormat,
-        /// How the pool stores values.
+        /// Storage of values in the pool.
         value_format: KvFormat,
         /// Whether scales of keys are computed and written (1) or given (0).
         dynamic_key_scales: i32,

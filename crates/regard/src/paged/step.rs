@@ -182,6 +182,13 @@ impl Step {
         self.positions.len()
     }
 
+    /// New tokens of the sequence that has the most, for
+    /// [`Problem::query_len`](crate::Problem::query_len). 0 if the step is empty.
+    pub fn max_query_len(&self) -> usize {
+        let lens = self.cu_seqlens_q.windows(2).map(|ends| ends[1] - ends[0]);
+        lens.max().map_or(0, |len| usize::try_from(len).expect("ends ascend"))
+    }
+
     /// `[B + 1]`: sequence b has rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
     pub fn cu_seqlens_q(&self) -> &[i32] {
         &self.cu_seqlens_q

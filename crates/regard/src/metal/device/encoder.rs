@@ -1,4 +1,4 @@
-//! Where work is encoded.
+//! The encoder that work is encoded in.
 
 #[cfg(metal_stand_in)]
 use super::super::stand_in::objc2_metal;

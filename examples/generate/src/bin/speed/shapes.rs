@@ -173,7 +173,8 @@ fn decode(
 }
 
 /// Decode steps of that many requests after that many tokens, each with regard's attention over
-/// each kind of cache, and with candle's. Points that do not fit in memory are reported and left out.
+/// each kind of cache, and with candle's. Points that do not fit in memory are reported and left
+/// out.
 pub fn served(
     name: &str,
     device: &Device,
@@ -246,7 +247,8 @@ pub fn table(served: &[Served]) -> String {
         });
         let Served { model, cache, requests, context, step_ms, attention_ms, .. } = ours;
         text += &format!(
-            "| {model} | {requests} | {context} | {cache} | {:.0} | {step_ms:.2} ms | {attention_ms:.2} ms \
+            "| {model} | {requests} | {context} | {cache} | {:.0} | {step_ms:.2} ms \
+             | {attention_ms:.2} ms \
              | {:.0}% | {candle} |\n",
             rate(ours),
             share(ours)
