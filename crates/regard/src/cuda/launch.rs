@@ -327,14 +327,14 @@ pub(super) fn decode_call(
 ) -> DecodeCall {
     let lists = list_parameters(problem, inputs);
     let rows = problem.listed_rows();
-    let schedule = match (&rows, &lists) {
+    let known = match (&rows, &lists) {
         (Some(rows), Some(lists)) => equal_lists(decode, inputs, lists)
             .map(|entries| Schedule::for_equal_lists(rows, decode, entries)),
-        _ => equal_lengths(problem, inputs).filter(|_| !context.has_groups).map(
-            |(q_offset, keys)| Schedule::for_equal_lengths(problem, decode, q_offset, keys),
-        ),
+        _ => equal_lengths(problem, inputs)
+            .map(|(q_offset, keys)| Schedule::for_equal_lengths(problem, decode, q_offset, keys)),
     };
-    let schedule = schedule.unwrap_or_else(|| Schedule::on_device(decode));
+    let known = known.filter(|_| !context.has_groups);
+    let schedule = known.unwrap_or_else(|| Schedule::on_device(decode));
     let scheduled = decode.schedule.filter(|_| context.scheduled && schedule.work_total == 0);
     let mut parameters = AttentionParameters {
         stream_k: StreamK {
@@ -498,19 +498,18 @@ fn has_page_module(decode: &Decode) -> bool {
     decode.launch.module != decode.fallback
 }
 
-/// The entries that each row walks, if the host knows that all walk as many. Only the kernel for
-/// lists of pages takes that.
+/// The entries that each row walks, if the host knows that all walk as many, and the kernel takes
+/// that: one for lists of pages, or for latent caches.
 fn equal_lists(
     decode: &Decode,
     inputs: &Inputs<DeviceMemory>,
     lists: &ListParameters,
 ) -> Option<usize> {
     let attention = &inputs.attention;
-    let known = has_page_module(decode)
-        && lists.counts == 0
-        && attention.cu_seqlens_q.is_none()
-        && !matches!(attention.q_offset, QueryOffset::PerSequence(_));
-    known.then_some(lists.len as usize)
+    let takes = decode.cache.is_latent()
+        || has_page_module(decode) && !matches!(attention.q_offset, QueryOffset::PerSequence(_));
+    let known = attention.cu_seqlens_q.is_none() && lists.counts == 0 && lists.second.counts == 0;
+    (takes && known).then_some((lists.len + lists.second.len) as usize)
 }
 
 /// The offset and the keys that all sequences share, if the host knows that they do.

@@ -234,10 +234,11 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for rows with lists of keys.
-    const fn decode_lists(&self) -> [Module; 5] {
+    const fn decode_lists(&self) -> [Module; 6] {
         let elements = Cache::Elements;
         [
             self.page_lists(128, Compute90),
+            self.page_lists(256, Compute90),
             self.lists(elements, 128, 8),
             self.lists(elements, 256, 8),
             self.lists(elements, 576, 8),
