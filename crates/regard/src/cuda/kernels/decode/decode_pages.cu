@@ -17,8 +17,8 @@
 static_assert(LISTS && !IS_FALLBACK && CACHE_CLASS == CacheClass::Elements, "what this kernel is for");
 static_assert(TILE_ROWS == 8 && WARPS_PER_GROUP == 1 && STAGES == 2, "a group is a warp, and fetches one K tile ahead");
 
-// The runs of 16 keys of a K tile: the pages that they are in, and the numbers of these in the sequence. They are looked
-// up one round before use so that the latency is hidden.
+// The runs of 16 keys of a K tile: the pages that they are in, and the numbers of these in the sequence. They are
+// looked up one round before use so that the latency is hidden.
 struct RunPages {
     int page[MMA_KEY_TILES], number[MMA_KEY_TILES];
 };
@@ -97,9 +97,9 @@ struct PageWorker {
     }
 
     // Several lanes copy a row, the others the next rows.
-    template <int DIM, int PITCH> __device__ __forceinline__ void
-    load_rows(unsigned to, const Bits *base, const long long (&runs)[MMA_KEY_TILES], long long stride,
-              const SeenKeys (&seen)[MMA_KEY_TILES]) const {
+    template <int DIM, int PITCH>
+    __device__ __forceinline__ void load_rows(unsigned to, const Bits *base, const long long (&runs)[MMA_KEY_TILES],
+                                              long long stride, const SeenKeys (&seen)[MMA_KEY_TILES]) const {
         constexpr int CHUNKS = DIM / CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
         constexpr int COLUMN_ROUNDS = CHUNKS / LANES;
         int row = lane / LANES, column = lane % LANES * CHUNK;
