@@ -26,6 +26,8 @@
 #undef SHARED_BYTES
 #elif defined(DECODE)
 #include "decode/decode.cu"
+#elif defined(DECODE_PAGES)
+#include "decode/decode_pages.cu"
 #elif defined(APPEND)
 #include "utility/append.cu"
 #define THREADS 256
@@ -45,7 +47,7 @@
 #undef THREADS
 #undef SHARED_BYTES
 #endif
-#if defined(DECODE) || defined(DECODE_LATENT) || PREFIX
+#if defined(DECODE) || defined(DECODE_PAGES) || defined(DECODE_LATENT) || PREFIX
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -87,6 +89,8 @@ static void call_kernel() {
 #else
     decode(CALL AND_CACHE);
 #endif
+#elif defined(DECODE_PAGES)
+    decode(CALL);
 #elif defined(APPEND)
     append(*launch->append);
 #elif defined(MASK_MAP)

@@ -5,7 +5,8 @@ mod support;
 
 use regard::DType;
 use regard::{
-    Attention, Error, KeyOffset, KeyPositions, ListEntries, Machine, Plan, QueryOffset, Window,
+    Attention, Error, KeyLists, KeyOffset, KeyPositions, KvStorage, ListEntries, Machine, Plan,
+    Problem, QueryOffset, Window,
 };
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, difference, rows as rows_of};
@@ -288,5 +289,38 @@ fn a_plan_takes_no_page_lists_but_those_it_is_for() {
     ] {
         let found = run(&planned(planned_for), lists).unwrap_err();
         assert!(found.contains(what), "{found:?} lacks {what:?}");
+    }
+}
+
+#[test]
+fn pages_of_whole_runs_have_a_kernel_of_their_own_on_hopper() {
+    let kernel = |machine: &str, change: fn(&mut Problem)| {
+        let lists =
+            KeyLists { len: 4096, per_head: true, entries: ListEntries::Pages, second: None };
+        let mut problem = Problem {
+            query_heads: 32,
+            kv_heads: 8,
+            kv_len: 65536,
+            keys: KvStorage::Paged { block_size: 64 },
+            key_lists: Some(lists),
+            ..Problem::new(DType::BF16, 128)
+        };
+        change(&mut problem);
+        let plan = Plan::new(&problem, &machine.parse::<Machine>().unwrap()).unwrap();
+        plan.choice().kernel.name().to_string()
+    };
+    let (by_page, by_key) =
+        ("decode_bf16_128_128_r8_page_lists_sm90", "decode_bf16_128_128_r8_lists");
+    assert_eq!(kernel("h200", |_| ()), by_page);
+    assert_eq!(kernel("a100", |_| ()), by_key);
+    let others: [fn(&mut Problem); 5] = [
+        |problem| problem.keys = KvStorage::Paged { block_size: 8 },
+        |problem| problem.variant.softcap = true,
+        |problem| problem.batch_invariant = true,
+        |problem| problem.head_dim = 120,
+        |problem| problem.key_lists.as_mut().unwrap().entries = ListEntries::Slots,
+    ];
+    for change in others {
+        assert_eq!(kernel("h200", change), by_key);
     }
 }

@@ -60,6 +60,7 @@ impl Backend for Metal {
                     types: vec![Types::same(dtype)],
                     values: Values::Separate,
                     lists: false,
+                    page_lists: false,
                     dims: dims.to_vec(),
                     shapes: SHAPES.to_vec(),
                     page_keys: 64,

@@ -31,6 +31,8 @@ pub struct Subject {
     pub values: Values,
     /// Whether its rows have lists of keys.
     pub lists: bool,
+    /// Whether these are lists of pages.
+    pub page_lists: bool,
     /// Head dims of keys and of values to try: the dims that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.

@@ -4,6 +4,7 @@ use super::feature::{Feature, Features, add, features};
 use super::{Backend, CoverageCase, Subject};
 use crate::Spec;
 use crate::noise::Noise;
+use regard::ListEntries;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum features that a case combines, besides the features of its shape. With more, one feature
@@ -208,6 +209,9 @@ impl Search<'_> {
         spec.values = self.subject.values;
         if self.subject.lists {
             spec = add(Feature::KeyLists, spec, self.subject.page_keys)?;
+        }
+        if self.subject.page_lists {
+            spec.lists.as_mut()?.of = ListEntries::Pages;
         }
         spec.seed = recipe.seed;
         spec.page_seed = recipe.seed;

@@ -4,14 +4,14 @@ use super::{FLOATS, FORMATS, GRANULARITIES, window};
 use crate::case::KvLayout;
 use crate::contents::Sinks;
 use crate::spec::{CacheSpec, Entries, Keys, ListSpec, OffsetSpec, Scales, Spec};
-use regard::{ListEntries, Values};
+use regard::{DType, ListEntries, Values};
 
 const ENTRIES: [Entries; 3] = [Entries::Any, Entries::Sorted, Entries::All];
 const OF: [ListEntries; 2] = [ListEntries::NumberedPages, ListEntries::Pages];
 
 /// All of them.
 pub(super) fn page_lists() -> Vec<Spec> {
-    [lengths(), storage(), caches(), features()].into_iter().flatten().collect()
+    [lengths(), storage(), whole_runs(), caches(), features()].into_iter().flatten().collect()
 }
 
 /// Lists around vectors, tiles, splits and pages.
@@ -79,6 +79,47 @@ fn storage() -> Vec<Spec> {
                         })
                 });
             }
+        }
+    }
+    specs
+}
+
+/// Plain scores at head dim 128 in pages of 16 keys and multiples, which have a kernel of their own
+/// on Hopper: skipped pages, windows that begin and end inside pages, lists that are empty or end
+/// inside them, groups that fill tiles and leave some rows.
+fn whole_runs() -> Vec<Spec> {
+    let mut specs = Vec::new();
+    for (i, block_size) in [16, 48, 64, 256].into_iter().enumerate() {
+        for (j, len) in [0, 77, 1000].into_iter().enumerate() {
+            let (of, dtype) = (OF[(i + j) % 2], [DType::F16, DType::BF16][i % 2]);
+            let (query_heads, kv_heads) = [(8, 2), (8, 1), (12, 1), (3, 3)][(i + j) % 4];
+            let lists = ListSpec {
+                of,
+                per_head: j != 1,
+                counts: (i + j) % 3 == 0,
+                ..ListSpec::new(len, ENTRIES[(i + 2 * j) % 3])
+            };
+            let name = format!("selection/pages-runs-{block_size}-{len}-{of:?}-{dtype}");
+            let numbered = of == ListEntries::NumberedPages;
+            specs.push(Spec {
+                core: j == 1,
+                keys: Keys::Paged { block_size, interleaved: i % 2 == 1 },
+                kv_layout: [KvLayout::Nhd, KvLayout::Hnd][j % 2],
+                ragged_queries: i == 3,
+                causal: numbered && j == 1,
+                window: if numbered && j == 2 {
+                    window(Some(200), Some(9))
+                } else {
+                    window(None, None)
+                },
+                sinks: i == 1,
+                ..Spec::new(name.to_lowercase())
+                    .lengths(&[(2, 900), (2, 70), (2, 0)])
+                    .heads(query_heads, kv_heads)
+                    .dims(128, 128)
+                    .dtype(dtype)
+                    .lists(lists)
+            });
         }
     }
     specs

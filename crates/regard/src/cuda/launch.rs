@@ -326,12 +326,15 @@ pub(super) fn decode_call(
     context: DecodeContext,
 ) -> DecodeCall {
     let lists = list_parameters(problem, inputs);
-    let equal_lengths =
-        equal_lengths(problem, inputs).filter(|_| lists.is_none() && !context.has_groups);
-    let schedule = match equal_lengths {
-        Some((q_offset, keys)) => Schedule::for_equal_lengths(problem, decode, q_offset, keys),
-        None => Schedule::on_device(decode),
+    let rows = problem.listed_rows();
+    let known = match (&rows, &lists) {
+        (Some(rows), Some(lists)) => equal_lists(decode, inputs, lists)
+            .map(|entries| Schedule::for_equal_lists(rows, decode, entries)),
+        _ => equal_lengths(problem, inputs)
+            .map(|(q_offset, keys)| Schedule::for_equal_lengths(problem, decode, q_offset, keys)),
     };
+    let known = known.filter(|_| !context.has_groups);
+    let schedule = known.unwrap_or_else(|| Schedule::on_device(decode));
     let scheduled = decode.schedule.filter(|_| context.scheduled && schedule.work_total == 0);
     let mut parameters = AttentionParameters {
         stream_k: StreamK {
@@ -349,8 +352,8 @@ pub(super) fn decode_call(
         ..attention(problem, inputs, outputs, workspace)
     };
     parameters.load_kind = match (decode_load_kind(&parameters, inputs, decode), lists) {
-        // Keys of a list are anywhere.
-        (LoadKind::PageAligned16, Some(_)) => LoadKind::Chunks,
+        // Keys of a list are anywhere, unless the module is for lists of pages.
+        (LoadKind::PageAligned16, Some(_)) if !has_page_module(decode) => LoadKind::Chunks,
         (load_kind, _) => load_kind,
     };
     if lists.is_some() {
@@ -361,7 +364,6 @@ pub(super) fn decode_call(
     } else {
         decode.fallback
     };
-    let rows = problem.listed_rows();
     let tiles = work::tiles(rows.as_ref().unwrap_or(problem), decode.tile_rows as usize);
     // If the host knows that every tile has one CTA, there is nothing to combine.
     let combine =
@@ -489,6 +491,25 @@ pub(super) fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option
     let [_, heads, tokens, sequences] = described.box_dims;
     let row = u32::try_from(described.dims[0]).ok()?;
     Some(Described { box_dims: [row, heads, tokens, sequences], ..described })
+}
+
+/// Whether the launch is of a module for lists of pages, beside one for any lists.
+fn has_page_module(decode: &Decode) -> bool {
+    decode.launch.module != decode.fallback
+}
+
+/// The entries that each row walks, if the host knows that all walk as many, and the kernel takes
+/// that: one for lists of pages, or for latent caches.
+fn equal_lists(
+    decode: &Decode,
+    inputs: &Inputs<DeviceMemory>,
+    lists: &ListParameters,
+) -> Option<usize> {
+    let attention = &inputs.attention;
+    let takes = decode.cache.is_latent()
+        || has_page_module(decode) && !matches!(attention.q_offset, QueryOffset::PerSequence(_));
+    let known = attention.cu_seqlens_q.is_none() && lists.counts == 0 && lists.second.counts == 0;
+    (takes && known).then_some((lists.len + lists.second.len) as usize)
 }
 
 /// The offset and the keys that all sequences share, if the host knows that they do.

@@ -4,6 +4,7 @@
 use super::Decode;
 use crate::positions::SequenceKeys;
 use crate::problem::Problem;
+use std::ops::Range;
 
 /// The work of all tiles, and the part of a CTA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +46,15 @@ impl Schedule {
         keys: SequenceKeys,
     ) -> Schedule {
         let visible = problem.variant.visible_to_rows(q_offset, problem.query_len, keys);
+        Schedule::for_visible_keys(problem, decode, visible)
+    }
+
+    /// All rows walk that many entries of their lists; `rows` is the problem as decode sees it.
+    pub fn for_equal_lists(rows: &Problem, decode: &Decode, entries: usize) -> Schedule {
+        Schedule::for_visible_keys(rows, decode, 0..entries)
+    }
+
+    fn for_visible_keys(problem: &Problem, decode: &Decode, visible: Range<usize>) -> Schedule {
         let unit_keys = decode.unit_keys as usize;
         let units = match visible.is_empty() {
             true => 0,

@@ -386,7 +386,8 @@ fn find_tile_rows(
 
 /// The specialized module of the same tile as a fallback, if the problem has plain scores, the
 /// exact head dims and rows that can be read 16 keys at a time: the module for the newest
-/// architecture that this GPU can run.
+/// architecture that this GPU can run. Of rows with lists, keys are together where these are lists
+/// of pages.
 fn find_specialized(
     problem: &Problem,
     facts: &CudaFacts,
@@ -395,7 +396,8 @@ fn find_specialized(
     let plain = problem.variant.has_unmodified_scores()
         && problem.variant.has_even_ranges()
         && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
-        && page_aligned_16(problem);
+        && page_aligned_16(problem)
+        && problem.key_lists.is_none_or(|lists| lists.lists_pages() && !problem.batch_invariant);
     let operands = Operands { build: Build::Specialized, ..fallback.operands };
     registry::decode_modules()
         .filter(|(_, config)| **config == DecodeConfig { operands, ..*fallback })

@@ -57,6 +57,8 @@ impl Package {
 pub enum Family {
     /// Few query rows per key/value head, keys divided among CTAs by stream-K.
     Decode,
+    /// The same of rows that have lists of pages.
+    DecodePages,
     /// The same over latent caches, with WGMMA and TMA: values are the first dims of keys.
     DecodeLatent,
     /// The rows of prefix groups over their shared prefix, with `mma.sync`.
@@ -294,6 +296,7 @@ impl Family {
     pub const fn source(self) -> &'static str {
         match self {
             Family::Decode => "decode.cu",
+            Family::DecodePages => "decode_pages.cu",
             Family::DecodeLatent => "decode_latent_sm90.cu",
             Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefixSm90 => "prefix_sm90.cu",
@@ -309,7 +312,7 @@ impl Family {
     /// The name of all its modules, or what their names start with.
     pub const fn name(self) -> &'static str {
         match self {
-            Family::Decode | Family::DecodeLatent => "decode",
+            Family::Decode | Family::DecodePages | Family::DecodeLatent => "decode",
             Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
             Family::PrefixSm80 | Family::PrefixSm90 => "prefix",
             Family::Append => "append",
@@ -327,6 +330,7 @@ impl Family {
             | Family::PrefillSm90
             | Family::PrefillSm90Wide => true,
             Family::Decode
+            | Family::DecodePages
             | Family::PrefixSm80
             | Family::PrefillSm80
             | Family::Append
@@ -428,13 +432,28 @@ impl DecodeConfig {
 
     /// The source that it is compiled from.
     pub const fn family(&self) -> Family {
-        if self.cache.is_latent() { Family::DecodeLatent } else { Family::Decode }
+        if self.cache.is_latent() {
+            Family::DecodeLatent
+        } else if self.takes_page_lists() {
+            Family::DecodePages
+        } else {
+            Family::Decode
+        }
+    }
+
+    /// Whether lists are of pages only.
+    pub const fn takes_page_lists(&self) -> bool {
+        self.lists && !self.cache.is_latent() && matches!(self.operands.build, Build::Specialized)
     }
 
     const fn name(&self, architecture: Architecture) -> Name {
         let name = self.operands.name(Family::Decode).text(self.cache.name());
         let name = name.text("r").number(self.tile_rows).text("_");
-        let name = name.text(if self.lists { "lists" } else { self.operands.build_name() });
+        let name = name.text(match self.lists {
+            true if self.takes_page_lists() => "page_lists",
+            true => "lists",
+            false => self.operands.build_name(),
+        });
         name.text(match architecture {
             Architecture::Compute80 => "",
             Architecture::Compute90 | Architecture::Compute90a => "_sm90",

@@ -78,6 +78,13 @@ impl Rows {
         Module::new(Config::Decode(config), Compute80)
     }
 
+    /// A decode module for rows with lists of pages: head dims of keys and values.
+    const fn page_lists(&self, dims: usize, architecture: Architecture) -> Module {
+        let operands = self.operands(dims, dims, Specialized);
+        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows: 8, lists: true };
+        Module::new(Config::Decode(config), architecture)
+    }
+
     /// A prefill module: head dims, build, tile, main loop.
     const fn prefill(
         &self,
@@ -227,9 +234,11 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for rows with lists of keys.
-    const fn decode_lists(&self) -> [Module; 4] {
+    const fn decode_lists(&self) -> [Module; 6] {
         let elements = Cache::Elements;
         [
+            self.page_lists(128, Compute90),
+            self.page_lists(256, Compute90),
             self.lists(elements, 128, 8),
             self.lists(elements, 256, 8),
             self.lists(elements, 576, 8),

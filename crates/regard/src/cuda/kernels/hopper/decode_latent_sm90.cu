@@ -69,6 +69,9 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 #endif
     }
     touch_parameters(params);
+#if LISTS
+    touch_lists(params);
+#endif
     // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
     // before, the work is found before it has ended.
     CtaRange cta_range;
@@ -79,7 +82,7 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
         first_sequence = exchange.division.scheduled.sequence;
         if (params.block_size) touch_pages(params, exchange.division.scheduled);
     } else {
-        if (!params.stream_k.work_total) {
+        if (!params.stream_k.work_total || reads_lengths(params)) {
             grid_dependency_wait();
             if (!LISTS) prefetch_lengths(params);
         }

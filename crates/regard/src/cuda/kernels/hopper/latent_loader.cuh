@@ -4,6 +4,31 @@
 
 namespace latent {
 
+// Whether the keys that rows see depend on numbers on the device, though the host knows how long all lists are.
+static __device__ __forceinline__ bool reads_lengths(const AttentionParameters &params) {
+    return LISTS && (params.kv_lens || params.cu_seqlens_k || params.key_positions.offsets ||
+                     params.offset_kind == OffsetKind::PerSequence);
+}
+
+#if LISTS
+// The parameters of lists, which follow those of the call: as touch_parameters.
+static __device__ __forceinline__ void touch_lists(const AttentionParameters &params) {
+    int touched =
+        ((const int *)&lists_of(params))[min(threadIdx.x / 32 * 16, (unsigned)sizeof(ListParameters) / 4 - 1)];
+    asm volatile("" ::"r"(touched));
+}
+
+// Brings the list of a piece into L1: loaders read it one K tile at a time.
+static __device__ __forceinline__ void touch_list(const AttentionParameters &params, const Piece &piece, int lane) {
+    if (lists_of(params).are_pages) return;
+    int end = min(piece.key_end, piece.tile.first_list_len);
+    [[maybe_unused]] int unused; // the load only fills the cache
+#pragma unroll 1
+    for (int entry = piece.key_start + 32 * lane; entry < end; entry += 32 * 32)
+        asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(piece.tile.list + entry));
+}
+#endif
+
 // The pieces of work of a CTA, one after another.
 struct WorkIterator {
     const AttentionParameters &params;
@@ -90,8 +115,13 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
         }
         __syncwarp();
         slot.advance();
-        if (piece.more) prefetch_queries(work.params, piece.tile, lane);
-    } while (piece.more);
+        if (!piece.more) break;
+        prefetch_queries(work.params, piece.tile, lane);
+#if LISTS
+        grid_dependency_wait();
+        touch_list(work.params, piece, lane);
+#endif
+    } while (true);
 }
 
 // A loader warp: loads the chunks of value warpgroup `index`, or the rest of K tiles.
