@@ -6,8 +6,8 @@
 // heads of the item, and each row's softmax is computed at once: there is no loop over K tiles.
 //
 // A CTA has CONSUMERS consumer warpgroups, which take an item's heads in turns, and one producer warpgroup: a scheduler
-// warp, and three TMA producer warps for keys, values and queries. Consumers overlap each other: one's exponentials run
-// while the others' wgmmas do.
+// warp, and three TMA producer warps for keys, values and queries. Consumers compute exponentials one after another, so
+// that one's exponentials run while the others' wgmmas do.
 //
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 // Scores are unmodified, rows have exact dims, and outputs have the inputs' type. The scale is positive.
@@ -57,18 +57,20 @@ constexpr int OUT_OFFSET = VALUE_OFFSET + STAGES * KEY_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && OUT_OFFSET + CONSUMERS * QUERY_BYTES == SHARED_BYTES,
               "as the host has it");
 
-constexpr int WARPGROUP_BARRIER = 1; // the first of CONSUMERS named barriers
+// Named barriers of each consumer warpgroup.
+constexpr int WARPGROUP_BARRIER = 1, TURN_BARRIER = WARPGROUP_BARRIER + CONSUMERS;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 static __device__ __forceinline__ int round_up_64(int x) { return (x + 63) & ~63; }
 
-// Query heads per item: all that share keys, unless that leaves multiprocessors without work.
+// Query heads per item: all that share keys, but few if CTAs would share the work unequally.
 static __device__ __forceinline__ int heads_per_item(const AttentionParameters &params) {
-    long long row_tiles = params.cu_seqlens_q ? (long long)params.query_len / TILE_ROWS + params.batch
-                                              : (long long)((params.query_len + TILE_ROWS - 1) / TILE_ROWS) *
-                                                    params.batch;
-    return row_tiles * params.kv_heads < 2 * gridDim.x ? min(params.group, CONSUMERS) : params.group;
+    constexpr int MIN_ITEMS = 4, FEW_HEADS = 2; // of a CTA, of an item
+    long long row_tiles = params.cu_seqlens_q
+                              ? (long long)params.query_len / TILE_ROWS + params.batch
+                              : (long long)((params.query_len + TILE_ROWS - 1) / TILE_ROWS) * params.batch;
+    return row_tiles * params.kv_heads < MIN_ITEMS * gridDim.x ? min(params.group, FEW_HEADS) : params.group;
 }
 
 // Looks up item `number` for the whole warp; false if there is none, nor any after it. Sequence by sequence, from the
@@ -105,7 +107,8 @@ static __device__ __forceinline__ bool find_item(const AttentionParameters &para
     PrefillTile &tile = item.tile;
     tile.sequence = cursor.sequence;
     tile.seq = load_sequence(params, cursor.sequence);
-    unsigned rest = number - cursor.before, row_tile = divide_small(rest, per_tile), within = rest - row_tile * per_tile;
+    unsigned rest = number - cursor.before, row_tile = divide_small(rest, per_tile),
+             within = rest - row_tile * per_tile;
     tile.kv_head = divide_small(within, parts);
     unsigned first_head = (within - tile.kv_head * parts) * span;
     tile.head = tile.kv_head * params.group + first_head;
@@ -165,9 +168,9 @@ template <class Body> static __device__ __forceinline__ void for_each_item(Share
 
 // The TMA producer warp of keys, or of values: each lane loads one box. Boxes without keys that some row of the
 // sequence sees are left out: page-table entries may be invalid there.
-template <bool IS_KEYS> static __device__ __forceinline__ void
-fetch_keys(const AttentionParameters &params, const PrefillParameters &prefill, const TensorMap &map, Shared &shared,
-           unsigned base, int lane) {
+template <bool IS_KEYS>
+static __device__ __forceinline__ void fetch_keys(const AttentionParameters &params, const PrefillParameters &prefill,
+                                                  const TensorMap &map, Shared &shared, unsigned base, int lane) {
     PipelineState<STAGES> stage;
     for_each_item(shared, lane, [&](const Item &item) {
         const PrefillTile &tile = item.tile;
@@ -209,9 +212,9 @@ static __device__ __forceinline__ void fetch_queries(const AttentionParameters &
             if (lane == 0) {
                 unsigned barrier = shared_address(&shared.query_full[slot.index]);
                 hopper::mbarrier_arrive_expect_tx(barrier, QUERY_BYTES);
-                hopper::tma_load(base + QUERY_OFFSET + slot.index * QUERY_BYTES, map, barrier,
-                                 {0, tile.head + h, tile.seq.q_start + tile.first_token,
-                                  params.cu_seqlens_q ? 0 : tile.sequence});
+                hopper::tma_load(
+                    base + QUERY_OFFSET + slot.index * QUERY_BYTES, map, barrier,
+                    {0, tile.head + h, tile.seq.q_start + tile.first_token, params.cu_seqlens_q ? 0 : tile.sequence});
             }
             slot.advance();
         }
@@ -239,6 +242,12 @@ struct Consumer {
     }
     __device__ __forceinline__ void release(unsigned long long &barrier) const {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&barrier));
+    }
+    // Exponentials take turns, in the order of heads: a warpgroup waits until that of the previous head has computed
+    // its own.
+    __device__ __forceinline__ void wait_turn() const { hopper::named_barrier_sync(TURN_BARRIER + warpgroup, 256); }
+    __device__ __forceinline__ void pass_turn() const {
+        hopper::named_barrier_arrive(TURN_BARRIER + (warpgroup + 1 == CONSUMERS ? 0 : warpgroup + 1), 256);
     }
     __device__ __forceinline__ int row() const { return 16 * warp + lane / 4; }
 
@@ -320,13 +329,15 @@ struct Consumer {
             int token = item.tile.first_token + row() + 8 * r;
             large |= is_large(states[r].max) && states[r].max > MIN_FLOAT && token >= 0 && token < item.tile.seq.q_len;
         }
-        if (__any_sync(~0u, large)) {
-            exponentiate(states, [&](float score, int r) {
-                return __fadd_rn(__fmul_rn(score, scale), -states[r].max);
-            });
+        large = __any_sync(~0u, large);
+        wait_turn();
+        if (large) {
+            exponentiate(states,
+                         [&](float score, int r) { return __fadd_rn(__fmul_rn(score, scale), -states[r].max); });
         } else {
             exponentiate(states, [&](float score, int r) { return fmaf(score, scale, -states[r].max); });
         }
+        pass_turn();
     }
 
     __device__ __forceinline__ void mma_pv(const Item &item) {
@@ -390,13 +401,15 @@ struct Consumer {
                 *(uint4 *)(out + 8 * chunk) = hopper::ld_shared_v4(to.chunk(row, chunk));
             }
         } else if (warp == 0 && lane == 0) {
-            hopper::tma_store(maps.out, to.address, {0, head, tile.seq.q_start + tile.first_token,
-                                                     params.cu_seqlens_q ? 0 : tile.sequence});
+            hopper::tma_store(maps.out, to.address,
+                              {0, head, tile.seq.q_start + tile.first_token, params.cu_seqlens_q ? 0 : tile.sequence});
             hopper::tma_store_commit();
         }
     }
 
     __device__ __forceinline__ void run() {
+        // The first turn is passed to the first warpgroup; the last one is not taken.
+        if (warpgroup == CONSUMERS - 1) pass_turn();
         slot = warpgroup;
         int turn = warpgroup; // heads from the item's first one to this warpgroup's next one
         for_each_item(shared, lane, [&](const Item &item) {
