@@ -19,6 +19,7 @@ pub(super) fn prefill() -> Vec<Spec> {
     let mut specs = around_tiles();
     specs.extend(storages());
     specs.extend(steps());
+    specs.extend(short_windows());
     // Rows that cannot be copied in units of 16 bytes.
     for (i, padding) in [1, 4].into_iter().enumerate() {
         let spec =
@@ -165,6 +166,59 @@ fn features_alone() -> Vec<Spec> {
         );
         let spec = spec.lengths(&[(500, 640), (500, 510)]).dims(64, 64).dtype(DType::BF16);
         specs.push(Spec { window: window(left, right), ..spec });
+    }
+    specs
+}
+
+/// Windows that leave each 64 rows a few keys, for which heads share them: all storages, groups of
+/// heads that a kernel's warpgroups cannot divide equally, rows before all keys, past them and
+/// between multiples of 64, and sequences that are too short or empty.
+fn short_windows() -> Vec<Spec> {
+    let mut specs = Vec::new();
+    let left = [Some(127), Some(128), Some(20), Some(64), Some(0), Some(100), None];
+    let right = [Some(0), Some(0), Some(0), Some(64), Some(0), Some(28), Some(128)];
+    let storages = [
+        ("batched", Keys::Batched { slack: 7 }),
+        ("ragged", Keys::Ragged { slack: 3 }),
+        ("pages-of-8", paged(8)),
+        ("pages-of-48", paged(48)),
+        ("pages-of-16", paged(16)),
+        ("pages-of-32", paged(32)),
+        ("pages-of-128", paged(128)),
+    ];
+    for (i, (storage, keys)) in storages.into_iter().enumerate() {
+        for (j, offset) in
+            [OffsetSpec::BottomRight, OffsetSpec::PerSequence(vec![250, -60, 64, 3000, 0, 7])]
+                .into_iter()
+                .enumerate()
+        {
+            let window = window(left[i], right[(i + 7 * j) % 7]);
+            let (query_heads, kv_heads) = [(8, 1), (8, 2), (10, 2)][(i + j) % 3];
+            let spec = Spec::new(format!("prefill/short-window-{storage}-{}", ["end", "at"][j]));
+            let lengths = [(300, 900), (140, 700), (261, 261), (70, 500), (129, 60), (96, 0)];
+            let ragged = [(300, 900), (1, 700), (261, 261), (70, 500), (0, 40), (200, 3)];
+            let spec = spec.lengths(if (i + j) % 2 == 0 { &lengths } else { &ragged });
+            let spec = spec.heads(query_heads, kv_heads).dims(64, 64).dtype(FLOATS[1 + i % 2]);
+            let causal = right[i] == Some(0) && i % 2 == 0;
+            let sinks = i % 3 != 1;
+            specs.push(Spec {
+                keys,
+                ragged_queries: true,
+                offset,
+                window,
+                causal,
+                sinks,
+                core: i == 0,
+                ..spec
+            });
+        }
+    }
+    // Sequences of equal lengths, whose rows start at multiples of 64 or not.
+    for (i, kv_len) in [448, 470].into_iter().enumerate() {
+        let spec = Spec::new(format!("prefill/short-window-equal-{kv_len}"));
+        let spec = spec.lengths(&[(320, kv_len), (320, kv_len)]).heads(8, 2).dims(64, 64);
+        let window = window(Some(127), None);
+        specs.push(Spec { causal: true, sinks: i == 0, window, ..spec.dtype(FLOATS[1 + i]) });
     }
     specs
 }

@@ -30,6 +30,10 @@ const MIXED_TOKENS: usize = 8;
 /// queries and outputs, and each half of the cache keeps a copy.
 const L2_GROUP_DIVISOR: usize = 4;
 
+/// Query heads per key/value head from which on the kernel for short windows is selected: each
+/// item's keys are loaded for its heads only.
+const MIN_WINDOW_GROUP: usize = 4;
+
 /// CTAs per multiprocessor and threads per CTA of the kernel that makes a tile map.
 const MAP_CTAS: usize = 8;
 const MAP_THREADS: u32 = 256;
@@ -140,14 +144,15 @@ fn find_specialized(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKerne
         return find_specialized_cache(problem, facts);
     }
     let wgmma = || {
-        [Family::PrefillSm90, Family::PrefillSm90Wide].into_iter().find_map(|family| {
+        let loops = [Family::PrefillSm90, Family::PrefillSm90Wide].into_iter().find_map(|family| {
             find_plain(family, problem, facts).or(find_module(
                 family,
                 Build::Fallback,
                 problem,
                 facts,
             ))
-        })
+        });
+        find_window(problem, facts).or(loops)
     };
     has_wgmma(problem, facts)
         .then(wgmma)
@@ -160,6 +165,17 @@ fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
     facts.compute_capability == 90
         && problem.dtype != DType::F32
         && problem.out_dtype == problem.dtype
+}
+
+/// The kernel for short windows, if each 64 rows from a multiple of 64 on see few enough blocks of
+/// keys, and enough query heads share these.
+fn find_window(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let kernel = find_plain(Family::PrefillSm90Window, problem, facts)?;
+    let window = problem.variant.window;
+    let right = if problem.variant.causal { Some(0) } else { window.right };
+    let blocks = |keys: Option<usize>| Some(keys?.div_ceil(kernel.tile_keys));
+    let seen = blocks(window.left)?.checked_add(blocks(right)?)?.checked_add(1)?;
+    (seen <= PrefillConfig::WINDOW_BLOCKS && problem.group() >= MIN_WINDOW_GROUP).then_some(kernel)
 }
 
 /// The specialized module of a family for a problem with plain scores and even ranges, the

@@ -69,6 +69,8 @@ pub enum Family {
     PrefillSm80,
     /// Prefill with WGMMA and TMA.
     PrefillSm90,
+    /// The same for short windows: the query heads of a key/value head share the keys of a tile.
+    PrefillSm90Window,
     /// Prefill with WGMMA and TMA for large head dims: a cluster of two CTAs has a tile.
     PrefillSm90Wide,
     /// Writes new keys and values into a cache.
@@ -260,7 +262,10 @@ pub enum Mainloop {
         /// The sequences that the tile shape is for.
         keys: KeyRange,
     },
-    /// The same with a cluster of two CTAs per tile.
+    /// The same for windows that leave each 64 rows at most
+    /// [`WINDOW_BLOCKS`](PrefillConfig::WINDOW_BLOCKS) blocks of keys.
+    Sm90Window,
+    /// WGMMA and TMA with a cluster of two CTAs per tile.
     Sm90Wide,
     /// WGMMA and TMA for prefix groups.
     Sm90Prefix,
@@ -301,6 +306,7 @@ impl Family {
             Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefixSm90 => "prefix_sm90.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
+            Family::PrefillSm90Window => "prefill_sm90_window.cu",
             Family::PrefillSm90Wide => "prefill_sm90_wide.cu",
             Family::Append => "append.cu",
             Family::Merge => "merge.cu",
@@ -313,7 +319,10 @@ impl Family {
     pub const fn name(self) -> &'static str {
         match self {
             Family::Decode | Family::DecodePages | Family::DecodeLatent => "decode",
-            Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
+            Family::PrefillSm80
+            | Family::PrefillSm90
+            | Family::PrefillSm90Window
+            | Family::PrefillSm90Wide => "prefill",
             Family::PrefixSm80 | Family::PrefixSm90 => "prefix",
             Family::Append => "append",
             Family::Merge => "merge",
@@ -328,6 +337,7 @@ impl Family {
             Family::DecodeLatent
             | Family::PrefixSm90
             | Family::PrefillSm90
+            | Family::PrefillSm90Window
             | Family::PrefillSm90Wide => true,
             Family::Decode
             | Family::DecodePages

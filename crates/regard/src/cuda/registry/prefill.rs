@@ -12,6 +12,7 @@ impl PrefillConfig {
         match self.mainloop {
             Mainloop::Sm80 { .. } => Family::PrefillSm80,
             Mainloop::Sm90 { .. } => Family::PrefillSm90,
+            Mainloop::Sm90Window => Family::PrefillSm90Window,
             Mainloop::Sm90Wide => Family::PrefillSm90Wide,
             Mainloop::Sm90Prefix => Family::PrefixSm90,
         }
@@ -27,6 +28,8 @@ impl PrefillConfig {
             Mainloop::Sm90 { .. } | Mainloop::Sm90Prefix => {
                 128 * (self.tile_rows / 64 + 1 + self.converters())
             }
+            // Each consumer has a head of its own.
+            Mainloop::Sm90Window => 128 * (PrefillConfig::WINDOW_CONSUMERS + 1),
             // Two consumers share the 64 rows of a CTA.
             Mainloop::Sm90Wide => 128 * 3,
         }
@@ -41,14 +44,20 @@ impl PrefillConfig {
     pub const fn min_ctas_per_sm(&self) -> usize {
         match self.mainloop {
             Mainloop::Sm80 { min_ctas_per_sm, .. } => min_ctas_per_sm,
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => 1,
+            Mainloop::Sm90 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Wide
+            | Mainloop::Sm90Prefix => 1,
         }
     }
 
     /// CTAs per tile.
     pub const fn cluster_size(&self) -> usize {
         match self.mainloop {
-            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } | Mainloop::Sm90Prefix => 1,
+            Mainloop::Sm80 { .. }
+            | Mainloop::Sm90 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Prefix => 1,
             Mainloop::Sm90Wide => 2,
         }
     }
@@ -56,7 +65,10 @@ impl PrefillConfig {
     /// Keys per TMA box.
     pub const fn box_keys(&self) -> usize {
         match self.mainloop {
-            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } | Mainloop::Sm90Prefix => self.tile_keys,
+            Mainloop::Sm80 { .. }
+            | Mainloop::Sm90 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Prefix => self.tile_keys,
             Mainloop::Sm90Wide => 32,
         }
     }
@@ -65,7 +77,10 @@ impl PrefillConfig {
     pub const fn key_range(&self) -> KeyRange {
         match self.mainloop {
             Mainloop::Sm90 { keys } => keys,
-            Mainloop::Sm80 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => KeyRange::Any,
+            Mainloop::Sm80 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Wide
+            | Mainloop::Sm90Prefix => KeyRange::Any,
         }
     }
 
@@ -76,6 +91,7 @@ impl PrefillConfig {
                 self.sm80_bytes(value_warps, kv_buffers)
             }
             Mainloop::Sm90 { .. } => self.sm90_bytes(),
+            Mainloop::Sm90Window => self.sm90_window_bytes(),
             Mainloop::Sm90Wide => self.sm90_wide_bytes(),
             Mainloop::Sm90Prefix => self.sm90_prefix_bytes(),
         }
@@ -125,6 +141,23 @@ impl PrefillConfig {
         if staged <= HOPPER_SHARED_BYTES { staged } else { unstaged }
     }
 
+    /// Consumer warpgroups of `prefill_sm90_window.cu`.
+    pub const WINDOW_CONSUMERS: usize = 3;
+
+    /// Blocks of `tile_keys` keys that the rows of an item of `prefill_sm90_window.cu` see at most.
+    pub const WINDOW_BLOCKS: usize = 3;
+
+    /// The layout of `prefill_sm90_window.cu`: header, queries of two heads and the output of one
+    /// per consumer, keys and values of two items.
+    const fn sm90_window_bytes(&self) -> usize {
+        let key_row = Self::swizzled_row(self.operands.head_dim);
+        let value_row = Self::swizzled_row(self.operands.value_dim);
+        let (header, stages, consumers) = (1024, 2, PrefillConfig::WINDOW_CONSUMERS);
+        let heads = consumers * self.tile_rows * (2 * key_row + value_row);
+        let keys = PrefillConfig::WINDOW_BLOCKS * self.tile_keys;
+        header + heads + stages * keys * (key_row + value_row)
+    }
+
     /// The layout of `prefill_sm90_wide.cu`: header, the queries of a CTA, two buffers of
     /// probabilities; the rest is a pipeline of 16 KiB chunks.
     const fn sm90_wide_bytes(&self) -> usize {
@@ -162,9 +195,10 @@ impl PrefillConfig {
     pub const fn prefix_family(&self) -> Family {
         match self.mainloop {
             Mainloop::Sm90Prefix => Family::PrefixSm90,
-            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => {
-                Family::PrefixSm80
-            }
+            Mainloop::Sm80 { .. }
+            | Mainloop::Sm90 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Wide => Family::PrefixSm80,
         }
     }
 
@@ -190,6 +224,7 @@ impl PrefillConfig {
             Mainloop::Sm80 { small: true, .. } => "_sm80_small",
             Mainloop::Sm90 { keys: KeyRange::Any } => "_sm90",
             Mainloop::Sm90 { keys: KeyRange::Short | KeyRange::ShortCausal } => "_sm90_short",
+            Mainloop::Sm90Window => "_sm90_window",
             Mainloop::Sm90Wide => "_sm90_wide",
             Mainloop::Sm90Prefix => "_wgmma_sm90",
         })
@@ -212,7 +247,7 @@ impl PrefillConfig {
             defines.push(("CACHE", self.cache.number()));
         }
         match self.mainloop {
-            Mainloop::Sm80 { .. } | Mainloop::Sm90Prefix => {}
+            Mainloop::Sm80 { .. } | Mainloop::Sm90Window | Mainloop::Sm90Prefix => {}
             Mainloop::Sm90 { keys } => {
                 let max = if keys == KeyRange::Any { 0 } else { KeyRange::MAX_SHORT };
                 defines.push(("MAX_KEYS", max));

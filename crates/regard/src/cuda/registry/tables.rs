@@ -97,7 +97,10 @@ impl Rows {
         let operands = self.operands(head_dim, value_dim, build);
         let architecture = match mainloop {
             Mainloop::Sm80 { .. } => Compute80,
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => Compute90a,
+            Mainloop::Sm90 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Wide
+            | Mainloop::Sm90Prefix => Compute90a,
         };
         let cache = Cache::Elements;
         let config = PrefillConfig { operands, cache, tile_rows, tile_keys, mainloop };
@@ -267,11 +270,13 @@ impl Rows {
     }
 
     /// The prefill modules of a 16-bit type for Hopper.
-    const fn prefill_sm90(&self) -> [Module; 13] {
+    const fn prefill_sm90(&self) -> [Module; 15] {
         [
             self.prefill(64, 64, Specialized, tile(128, 128), sm90(KeyRange::ShortCausal))
                 .must_not_spill(),
             self.prefill(64, 64, Specialized, tile(192, 128), sm90(KeyRange::Any)),
+            self.prefill(64, 64, Specialized, tile(64, 64), Mainloop::Sm90Window).must_not_spill(),
+            self.prefill(80, 80, Specialized, tile(128, 128), sm90(KeyRange::Any)).must_not_spill(),
             self.prefill(96, 96, Specialized, tile(128, 128), sm90(KeyRange::Any)).must_not_spill(),
             self.prefill(128, 128, Specialized, tile(128, 128), sm90(KeyRange::Any))
                 .must_not_spill(),
@@ -438,7 +443,10 @@ impl Mainloop {
             Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, .. } => {
                 Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, small: true }
             }
-            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide | Mainloop::Sm90Prefix => self,
+            Mainloop::Sm90 { .. }
+            | Mainloop::Sm90Window
+            | Mainloop::Sm90Wide
+            | Mainloop::Sm90Prefix => self,
         }
     }
 }
