@@ -12,6 +12,7 @@ mod copy_blocks;
 mod driver;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod codes;
 mod latent;
 #[cfg(feature = "cuda")]
 mod launch;
@@ -96,7 +97,7 @@ pub struct Launches {
     pub prefill: Option<Prefill>,
     /// Sequences of few.
     pub decode: Option<Decode>,
-    /// Instead of `decode` over a latent cache, if TMA can read the operands.
+    /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the operands.
     pub latent: Option<Decode>,
     /// Before and after decode, if sequences share prefixes.
     pub prefix: Option<Prefix>,
