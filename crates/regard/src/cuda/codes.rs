@@ -4,6 +4,7 @@ use super::registry::codes::CODES_TILE_KEYS;
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
+use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
 
@@ -20,13 +21,14 @@ pub(super) struct CodesDecode {
 /// The decode launch for a problem over codes; `None` if no such module takes it on this GPU.
 /// Operands whose rows do not start at multiples of 16 bytes run without it.
 pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode> {
-    if !is_plain(problem) {
+    if !is_plain(problem) || std::env::var("REGARD_CODES").is_ok_and(|x| x == "0") {
         return None;
     }
     let (module, config) = find_module(problem, facts)?;
     let tiles = tiles(problem, config.tile_rows);
     let (ctas_per_multiprocessor, key_groups) = occupancy(config, tiles, facts);
-    let unit_bytes = CODES_TILE_KEYS * (problem.head_dim + problem.value_dim);
+    let block_bytes = config.cache.block_bytes().expect("codes");
+    let unit_bytes = CODES_TILE_KEYS * (problem.head_dim + problem.value_dim) / 32 * block_bytes;
     let start_units = start_units(unit_bytes);
     let units = problem.kv_len.div_ceil(CODES_TILE_KEYS);
     let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
@@ -76,6 +78,9 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
 /// one large CTA where there are few tiles, else one per group.
 fn occupancy(config: &DecodeConfig, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     let max_groups = config.codes_threads() / 128;
+    if let Some(n) = std::env::var("REGARD_CODES_CTAS").ok().and_then(|x| x.parse::<usize>().ok()) {
+        return (n, max_groups / n);
+    }
     let ctas = match tiles / facts.multiprocessors.max(1) {
         0 | 1 => 1,
         _ => max_groups,
@@ -100,18 +105,23 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
-    let (keys, values) = (problem.key_dtype, problem.value_dtype);
+    let cache = match (problem.key_dtype, problem.value_dtype) {
+        (DType::Q8_0, DType::Q8_0) => Cache::Q8_0,
+        (DType::Q4_0, DType::Q4_0) => Cache::Q4_0,
+        (keys, values) if keys.is_code() && values.is_code() => Cache::Bytes,
+        _ => return None,
+    };
+    let rows = packed_rows(problem);
     let suits = |(module, config): &(&Module, &DecodeConfig)| {
         config.wgmma
-            && config.cache == Cache::Bytes
-            && keys.is_code()
-            && values.is_code()
+            && config.cache == cache
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
             && config.codes_shared_bytes(config.codes_threads() / 128) <= facts.shared_bytes
+            // Blocks have no larger tile.
+            && (config.cache == Cache::Bytes || rows <= config.tile_rows)
     };
-    let rows = packed_rows(problem);
     let too_few = |config: &DecodeConfig| config.tile_rows < rows;
     registry::decode_modules().filter(suits).min_by_key(|(_, config)| match too_few(config) {
         true => (true, usize::MAX - config.tile_rows),

@@ -214,10 +214,14 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type over codes with WGMMA, on Hopper.
-    const fn decode_codes(&self) -> [Module; 2] {
+    const fn decode_codes(&self) -> [Module; 6] {
         [
+            self.codes(Cache::Bytes, 64, 8),
+            self.codes(Cache::Bytes, 64, 32),
             self.codes(Cache::Bytes, 128, 8),
             self.codes(Cache::Bytes, 128, 32),
+            self.codes(Cache::Q8_0, 128, 8),
+            self.codes(Cache::Q4_0, 128, 8),
         ]
     }
 
