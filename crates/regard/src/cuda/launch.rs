@@ -267,15 +267,9 @@ pub(super) fn choose_decode<'a>(
 ) -> Option<(&'a Decode, Option<LatentMaps>)> {
     let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let latent = latent.and_then(|latent| {
-        let caches = [&inputs.k, &inputs.v];
-        match latent.cache {
-            Cache::Bytes => {
-                return caches.into_iter().all(reads_16_bytes).then_some((latent, None));
-            }
-            Cache::Q8_0 | Cache::Q4_0 => {
-                return caches.into_iter().all(reads_block_rows).then_some((latent, None));
-            }
-            _ => {}
+        if latent.cache == Cache::Bytes {
+            let caches = [&inputs.k, &inputs.v];
+            return caches.into_iter().all(reads_16_bytes).then_some((latent, None));
         }
         if problem.key_lists.is_some() || latent.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((latent, None));

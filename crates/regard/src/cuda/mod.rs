@@ -6,13 +6,13 @@
 
 #[cfg(feature = "cuda")]
 mod append;
+mod codes;
 #[cfg(feature = "cuda")]
 mod copy_blocks;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
 mod gpu;
-mod codes;
 mod latent;
 #[cfg(feature = "cuda")]
 mod launch;
@@ -97,7 +97,8 @@ pub struct Launches {
     pub prefill: Option<Prefill>,
     /// Sequences of few.
     pub decode: Option<Decode>,
-    /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the operands.
+    /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the
+    /// operands.
     pub latent: Option<Decode>,
     /// Before and after decode, if sequences share prefixes.
     pub prefix: Option<Prefix>,

@@ -461,12 +461,12 @@ impl DecodeConfig {
             defines.push(("LISTS", 1));
         }
         match self.cache {
-            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 if self.wgmma => {
+            Cache::Bytes if self.wgmma => {
                 defines.extend([
                     ("MAX_THREADS", 128), // states are combined by the groups of a CTA, 128 each
                     ("CACHE", self.cache.number()),
-                    ("THREADS", self.codes_threads()),
-                    ("RING_STAGES", self.codes_stages()),
+                    ("THREADS", 128 * codes::CODES_GROUPS),
+                    ("RING_STAGES", codes::CODES_STAGES),
                 ]);
             }
             Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),

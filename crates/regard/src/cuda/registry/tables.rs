@@ -40,7 +40,13 @@ impl Rows {
         architecture: Architecture,
     ) -> Module {
         let operands = self.operands(head_dim, value_dim, build);
-        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows, lists: false, wgmma: false };
+        let config = DecodeConfig {
+            operands,
+            cache: Cache::Elements,
+            tile_rows,
+            lists: false,
+            wgmma: false,
+        };
         Module::new(Config::Decode(config), architecture)
     }
 
@@ -210,18 +216,6 @@ impl Rows {
             self.latent(Cache::Latent, 16, true),
             self.latent(Cache::Latent, 64, true),
             self.latent(Cache::Latent, 128, true),
-        ]
-    }
-
-    /// The decode modules of a 16-bit type over codes with WGMMA, on Hopper.
-    const fn decode_codes(&self) -> [Module; 6] {
-        [
-            self.codes(Cache::Bytes, 64, 8),
-            self.codes(Cache::Bytes, 64, 32),
-            self.codes(Cache::Bytes, 128, 8),
-            self.codes(Cache::Bytes, 128, 32),
-            self.codes(Cache::Q8_0, 128, 8),
-            self.codes(Cache::Q4_0, 128, 8),
         ]
     }
 
@@ -479,8 +473,8 @@ const LISTS: [List; 33] = [
     base(&UTILITIES),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),
-    eight_bit(&F16.decode_codes()),
-    eight_bit(&BF16.decode_codes()),
+    eight_bit(&[F16.codes(Cache::Bytes, 128, 32).must_not_spill()]),
+    eight_bit(&[BF16.codes(Cache::Bytes, 128, 32).must_not_spill()]),
     eight_bit(&F16.decode_blocks(Cache::Q8_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),

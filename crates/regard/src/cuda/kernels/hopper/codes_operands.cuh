@@ -2,9 +2,6 @@
 // memory. Every code is converted once per tile of rows.
 #pragma once
 #include "common/formats.cuh"
-#if CACHE == 2 || CACHE == 3
-#include "decode/decode_codes.cuh"
-#endif
 #include "hopper/codes_shape.cuh"
 
 namespace codes {
@@ -64,13 +61,7 @@ value_operands(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values, int
 
 // The value dim of element [block][4 j + e] of a thread's output.
 static __device__ __forceinline__ int value_dim_of(int block, int element, int warp, int lane) {
-    int tile = VALUE_BLOCKS * warp + block;
-#if CACHE == 2 || CACHE == 3
-    Products products;
-    products.lane = lane;
-    return products.value_dim_of(tile, element);
-#endif
-    return 16 * tile + 2 * (lane >> 2) + (element >> 1);
+    return 16 * (VALUE_BLOCKS * warp + block) + 2 * (lane >> 2) + (element >> 1);
 }
 
 static __device__ __forceinline__ void key_operands(CacheFormat format, unsigned (&a)[KEY_STEPS][4], unsigned keys,
@@ -92,65 +83,5 @@ static __device__ __forceinline__ void value_operands(CacheFormat format, unsign
     else
         value_operands<CacheFormat::E5M2>(a, values, warp, lane);
 }
-
-#if CACHE == 2 || CACHE == 3
-// The same of blocks, as `qk_blocks` of decode_codes.cuh loads them. `keys`: of the warp, less the shift of its rows.
-static __device__ __forceinline__ void block_key_operands(unsigned (&a)[KEY_STEPS][4], float (&scales)[KEY_SETS][2],
-                                                          unsigned keys, unsigned shift, int lane) {
-    constexpr int CODES = BLOCK_BYTES - 2, LAST = CODES / 16 - 1;
-    int word = 4 * (lane & 3);
-    unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210, from = keys + (lane >> 2) * KEY_PITCH + shift;
-#pragma unroll
-    for (int pair = 0; pair < KEY_SETS / 2; pair++) {
-        unsigned codes[2][2][2]; // of the pair, the two keys, the words of a lane
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            unsigned at = from + 8 * half * KEY_PITCH + pair * 2 * BLOCK_BYTES;
-            unsigned start = load_shared_word(at), middle = load_shared_word(at + CODES);
-            scales[2 * pair][half] = block_scale(start);
-            scales[2 * pair + 1][half] = block_scale(middle >> 16);
-            if (LAST == 1) {
-                codes[0][half][0] = load_shared_word(at + 4 + word);
-                codes[1][half][0] = load_shared_word(at + 4 + CODES + word);
-            }
-            codes[0][half][LAST] = __byte_perm(load_shared_word(at + 4 + 16 * LAST + word), start, wrap);
-            codes[1][half][LAST] = load_shared_word(at + 4 + CODES + 16 * LAST + word);
-        }
-#pragma unroll
-        for (int block = 0; block < 2; block++) {
-            unsigned two[2][4];
-            Products::block_operands(two, codes[block]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                a[4 * pair + 2 * block][i] = two[0][i];
-                a[4 * pair + 2 * block + 1][i] = two[1][i];
-            }
-        }
-    }
-}
-
-// The values of block `warp`. `from`: keys 2 (lane % 4) and the next.
-static __device__ __forceinline__ void block_value_operands(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
-                                                            const unsigned (&from)[2], int warp, int lane) {
-    Products products;
-    products.lane = lane;
-#pragma unroll
-    for (int step = 0; step < VALUE_STEPS; step++) {
-        unsigned two[2][4];
-        products.block_value_operands(two, from, step, warp);
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[0][step][i] = two[0][i], a[1][step][i] = two[1][i];
-    }
-}
-
-// The scales of the values of two keys, 8 apart.
-static __device__ __forceinline__ void block_value_scales(float (&scales)[WEIGHT_SETS][2], unsigned from) {
-#pragma unroll
-    for (int set = 0; set < WEIGHT_SETS; set++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            scales[set][half] = block_scale(load_shared_half(from + 8 * half * VALUE_PITCH + set * BLOCK_BYTES));
-}
-#endif
 
 } // namespace codes

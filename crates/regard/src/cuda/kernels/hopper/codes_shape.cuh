@@ -1,6 +1,7 @@
 // Shapes and shared memory of decode over codes on Hopper (decode_codes_sm90.cu).
 //
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, TILE_ROWS, CACHE, FALLBACK (0), THREADS, RING_STAGES, MAX_THREADS.
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, TILE_ROWS, CACHE, FALLBACK (0), THREADS, RING_STAGES,
+// MAX_THREADS.
 #pragma once
 #include "decode/decode_tile.cuh"
 #include "hopper/codes_wgmma.cuh"
@@ -9,33 +10,28 @@
 namespace codes {
 
 constexpr int ROWS = TILE_ROWS, ROW_BLOCKS = ROWS / 8;
+static_assert(ROWS % 16 == 0, "probabilities are stored for 16 rows at a time");
 constexpr int KEYS = 64;       // per K tile: 16 per warp
 constexpr int WARP_KEYS = 16;  // a run of neighbours in memory
-constexpr int SUMS = ROWS / 2; // scores of a thread: two keys, and ROWS / 4 rows
-// Blocks have a scale each: rows of probabilities times those of one block of value dims are rows of their own of P, and
-// a warp's value dims are one block's. Else P has one such set of rows.
-constexpr int WEIGHT_SETS = HAS_BLOCKS ? VALUE_DIM / 32 : 1, WEIGHT_BLOCKS = WEIGHT_SETS * ROW_BLOCKS;
-constexpr int WEIGHT_ROWS = 8 * WEIGHT_BLOCKS, WEIGHT_SUMS = WEIGHT_ROWS / 2;
-constexpr int KEY_SETS = HAS_BLOCKS ? HEAD_DIM / 32 : 1; // of products: one per scale of a key
-static_assert(!HAS_BLOCKS || (HEAD_DIM == 128 && VALUE_DIM == 128 && ROWS == 8), "a block per warp");
+constexpr int SUMS = ROWS / 2; // elements of a thread per 64 keys, or per 64 value dims
 constexpr int VALUE_BLOCKS = VALUE_DIM / 64;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 static_assert(HEAD_DIM % 64 == 0 && VALUE_DIM % 64 == 0 && HEAD_DIM <= 256, "whole chunks, and no parts of sums");
 
 // A pipeline stage: codes of keys and of values, scales of keys and of values.
 constexpr int SCALE_OFFSET = KEYS * (KEY_PITCH + VALUE_PITCH);
-constexpr int STAGE_BYTES = SCALE_OFFSET + (HAS_BLOCKS ? 0 : KEYS * 8);
+constexpr int STAGE_BYTES = SCALE_OFFSET + KEYS * 8;
 
 // Shared memory: facts, queries, numbers that the warps of a group exchange, the tile, and for each group its
 // probabilities (two K tiles) and its pipeline stages. States lie over those of all groups. Keep in step with codes.rs.
 constexpr int MAX_GROUPS = THREADS / 128;
 constexpr int QUERY_OFFSET = (1024 + 128 * ROWS + 1023) / 1024 * 1024;
 constexpr int EXCHANGE_OFFSET = QUERY_OFFSET + HEAD_DIM / 64 * ROWS * 128;
-constexpr int WEIGHT_OFFSET = EXCHANGE_OFFSET + MAX_GROUPS * 4 * WEIGHT_ROWS * 4; // powers of weights
-constexpr int TILE_OFFSET = WEIGHT_OFFSET + MAX_GROUPS * WEIGHT_ROWS * 4;
+constexpr int WEIGHT_OFFSET = EXCHANGE_OFFSET + MAX_GROUPS * 4 * ROWS * 4; // powers of weights
+constexpr int TILE_OFFSET = WEIGHT_OFFSET + MAX_GROUPS * ROWS * 4;
 constexpr int GROUP_OFFSET = (TILE_OFFSET + 256 + 1023) / 1024 * 1024;
 static_assert(sizeof(Tile) <= 256, "as the host has it");
-constexpr int PROBABILITY_BYTES = WEIGHT_ROWS * 128;
+constexpr int PROBABILITY_BYTES = ROWS * 128;
 constexpr int GROUP_BYTES = 2 * PROBABILITY_BYTES + (RING_STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && ROWS * OUT_PITCH * 4 <= GROUP_BYTES, "as the host has it");
 

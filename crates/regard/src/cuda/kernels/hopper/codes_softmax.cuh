@@ -32,9 +32,9 @@ static __device__ __forceinline__ void hide_invisible(float (&scores)[SUMS], con
 constexpr float NO_REFERENCE = -MAX_FLOAT;
 
 struct Softmax {
-    bool keys_scaled, values_scaled;   // whether keys, or values, of a tile have different scales
-    float reference[ROW_BLOCKS][2];    // of exponents
-    float row_sum[ROW_BLOCKS][2];      // this thread's part
+    bool keys_scaled, values_scaled; // whether keys, or values, of a tile have different scales
+    float reference[ROW_BLOCKS][2];  // of exponents
+    float row_sum[ROW_BLOCKS][2];    // this thread's part
     // Powers of two that bring weights into f16's range, if values are scaled: of all rows, in shared memory.
     float *weight_powers;
 
@@ -50,14 +50,13 @@ struct Softmax {
 
     // Powers of weights before the first: the largest. By one warp.
     __device__ __forceinline__ void begin_weights(int lane) const {
-        for (int row = lane; row < WEIGHT_ROWS; row += 32) weight_powers[row] = __int_as_float(253 << 23); // 2^126
+        for (int row = lane; row < ROWS; row += 32) weight_powers[row] = __int_as_float(253 << 23); // 2^126
     }
 
     // Numbers of this thread's rows, in shared memory.
-    template <int BLOCKS>
-    static __device__ __forceinline__ void load_rows(float (&x)[BLOCKS][2], const float *from, int lane) {
+    static __device__ __forceinline__ void load_rows(float (&x)[ROW_BLOCKS][2], const float *from, int lane) {
 #pragma unroll
-        for (int j = 0; j < BLOCKS; j++) {
+        for (int j = 0; j < ROW_BLOCKS; j++) {
             float2 pair = *(const float2 *)(from + 8 * j + 2 * (lane & 3));
             x[j][0] = pair.x, x[j][1] = pair.y;
         }
@@ -70,18 +69,17 @@ struct Softmax {
 
     // What multiplies a row's output. `scale`: of all values.
     __device__ __forceinline__ float out_scale(float scale, int row) const {
-        if (!HAS_BLOCKS && !values_scaled) return scale;
+        if (!values_scaled) return scale;
         return __int_as_float((254 << 23) - (int)__float_as_uint(weight_powers[row])); // its inverse
     }
 
     // The scales of this thread's keys, and of their values. `from`: of the K tile.
-    __device__ __forceinline__ void load_scales(float (&keys)[2], float (&values)[WEIGHT_SETS][2], unsigned from,
-                                                int warp, int lane) const {
+    __device__ __forceinline__ void load_scales(float (&scales)[2][2], unsigned from, int warp, int lane) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             unsigned at = from + (WARP_KEYS * warp + (lane >> 2) + 8 * half) * 4;
-            keys[half] = keys_scaled ? load_word(at) : 1.0f;
-            values[0][half] = values_scaled ? load_word(at + KEYS * 4) : 1.0f;
+            scales[0][half] = keys_scaled ? load_word(at) : 1.0f;
+            scales[1][half] = values_scaled ? load_word(at + KEYS * 4) : 1.0f;
         }
     }
 
@@ -91,31 +89,20 @@ struct Softmax {
         return __uint_as_float(word);
     }
 
-    // Dot products, or those of each block, become scores, in units of log2.
-    __device__ __forceinline__ void scale(float (&scores)[SUMS], const float (&products)[KEY_SETS][SUMS],
-                                          const float (&key_scales)[KEY_SETS][2], const float *row_scales,
+    // Dot products become scores, in units of log2.
+    __device__ __forceinline__ void scale(float (&scores)[SUMS], const float (&key_scales)[2], const float *row_scales,
                                           int lane) const {
         float row_scale[ROW_BLOCKS][2];
         load_rows(row_scale, row_scales, lane);
-        for_each_element([&](int i, int, int, int) { scores[i] = HAS_BLOCKS ? 0.0f : products[0][i]; });
-        if constexpr (HAS_BLOCKS) {
-#pragma unroll
-            for (int set = 0; set < KEY_SETS; set++)
-                for_each_element([&](int i, int, int half, int) {
-                    scores[i] = fmaf(products[set][i], key_scales[set][half], scores[i]);
-                });
-        } else if (keys_scaled) {
-            for_each_element(
-                [&](int i, int, int half, int) { scores[i] = __fmul_rn(scores[i], key_scales[0][half]); });
-        }
+        if (keys_scaled)
+            for_each_element([&](int i, int, int half, int) { scores[i] = __fmul_rn(scores[i], key_scales[half]); });
         for_each_element([&](int i, int j, int, int r) { scores[i] = __fmul_rn(scores[i], row_scale[j][r]); });
     }
 
     // Stores the K tile's probabilities, or weights, in f16: [row][key]. `sums`: of probabilities. Returns whether one
     // of this thread's is too large for f16; all of them are meaningless then.
-    __device__ __forceinline__ bool exponentiate(const float (&scores)[SUMS],
-                                                 const float (&value_scales)[WEIGHT_SETS][2], unsigned to,
-                                                 float (&sums)[ROW_BLOCKS][2], int warp, int lane) const {
+    __device__ __forceinline__ bool exponentiate(const float (&scores)[SUMS], const float (&value_scales)[2],
+                                                 unsigned to, float (&sums)[ROW_BLOCKS][2], int warp, int lane) const {
         float most = -INF, heaviest = 0.0f, probs[SUMS];
         for_each_element([&](int i, int j, int, int r) {
             float exponent = scores[i] - reference[j][r];
@@ -126,44 +113,30 @@ struct Softmax {
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) sums[j][r] = probs[4 * j + r] + probs[4 * j + 2 + r];
-        float weights[WEIGHT_SUMS];
-        if (HAS_BLOCKS || values_scaled) {
-            float powers[WEIGHT_BLOCKS][2];
+        if (values_scaled) {
+            float powers[ROW_BLOCKS][2];
             load_rows(powers, weight_powers, lane);
-#pragma unroll
-            for (int set = 0; set < WEIGHT_SETS; set++)
-                for_each_element([&](int i, int j, int half, int r) {
-                    float weight = probs[i] * value_scales[set][half] * powers[ROW_BLOCKS * set + j][r];
-                    weights[SUMS * set + i] = weight;
-                    heaviest = fmaxf(heaviest, fabsf(weight)); // scales of blocks have a sign
-                });
-        } else {
-            for_each_element([&](int i, int, int, int) { weights[i] = probs[i]; });
+            for_each_element([&](int i, int j, int half, int r) {
+                probs[i] = probs[i] * value_scales[half] * powers[j][r];
+                heaviest = fmaxf(heaviest, probs[i]);
+            });
         }
-        store(weights, to, warp, lane);
+        store(probs, to, warp, lane);
         return most > MAX_EXPONENT || heaviest > MAX_WEIGHT;
     }
 
-    static __device__ __forceinline__ void store(const float (&probs)[WEIGHT_SUMS], unsigned to, int warp, int lane) {
-        unsigned pairs[WEIGHT_BLOCKS][2];
+    static __device__ __forceinline__ void store(const float (&probs)[SUMS], unsigned to, int warp, int lane) {
+        unsigned pairs[ROW_BLOCKS][2];
 #pragma unroll
-        for (int j = 0; j < WEIGHT_BLOCKS; j++)
+        for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 pairs[j][half] = Element<ElementType::F16>::pack(probs[4 * j + 2 * half], probs[4 * j + 2 * half + 1]);
-        SharedTile<WEIGHT_ROWS> tile = {to};
-        if constexpr (WEIGHT_BLOCKS == 1) {
+        SharedTile<ROWS> tile = {to};
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                unsigned pair = movmatrix_transposed(pairs[0][half]), at = tile.chunk(lane >> 2, 2 * warp + half) + 4 * (lane & 3);
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
-            }
-        } else {
-#pragma unroll
-            for (int j = 0; j < WEIGHT_BLOCKS; j += 2)
-                hopper::stmatrix_x4_transposed(tile.chunk(8 * j + (lane & 7) + (lane & 16) / 2, 2 * warp + (lane >> 3 & 1)),
-                                               pairs[j][0], pairs[j][1], pairs[j + 1][0], pairs[j + 1][1]);
-        }
+        for (int j = 0; j < ROW_BLOCKS; j += 2)
+            hopper::stmatrix_x4_transposed(tile.chunk(8 * j + (lane & 7) + (lane & 16) / 2, 2 * warp + (lane >> 3 & 1)),
+                                           pairs[j][0], pairs[j][1], pairs[j + 1][0], pairs[j + 1][1]);
     }
 
     __device__ __forceinline__ void add(const float (&sums)[ROW_BLOCKS][2]) {
@@ -175,12 +148,11 @@ struct Softmax {
 
     // The maximum of x over the keys of the group's K tile, per row. All warps of the group call this, and between two
     // calls they synchronize.
-    template <int BLOCKS> static __device__ __forceinline__ void
-    find_maxima(float (&x)[BLOCKS][2], unsigned exchange, int group, int warp, int lane) {
-        constexpr int ROWS = 8 * BLOCKS;
+    static __device__ __forceinline__ void find_maxima(float (&x)[ROW_BLOCKS][2], unsigned exchange, int group,
+                                                       int warp, int lane) {
         float *numbers = (float *)__cvta_shared_to_generic(exchange);
 #pragma unroll
-        for (int j = 0; j < BLOCKS; j++)
+        for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
 #pragma unroll
@@ -189,7 +161,7 @@ struct Softmax {
             }
         hopper::named_barrier_sync(1 + group, 128);
 #pragma unroll
-        for (int j = 0; j < BLOCKS; j++)
+        for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 int row = 8 * j + 2 * (lane & 3) + r;
@@ -200,10 +172,10 @@ struct Softmax {
 
     // Raises the references of rows whose scores exceed them by too much, and lowers the powers of weights that are too
     // large. Rows decide each for themselves. It rarely runs.
-    __device__ __forceinline__ void raise(const float (&scores)[SUMS], const float (&value_scales)[WEIGHT_SETS][2],
-                                          float (&out)[VALUE_BLOCKS][WEIGHT_SUMS], unsigned exchange, int group,
-                                          int warp, int lane) {
-        float most[ROW_BLOCKS][2], factors[WEIGHT_BLOCKS][2];
+    __device__ __forceinline__ void raise(const float (&scores)[SUMS], const float (&value_scales)[2],
+                                          float (&out)[VALUE_BLOCKS][SUMS], unsigned exchange, int group, int warp,
+                                          int lane) {
+        float most[ROW_BLOCKS][2], factors[ROW_BLOCKS][2];
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
@@ -213,52 +185,41 @@ struct Softmax {
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float factor = 1.0f;
-                if (most[j][r] - reference[j][r] > MAX_EXPONENT) {
-                    // Where rounding moves it far, the reference is the maximum itself.
-                    float next = most[j][r] - USUAL_EXPONENT;
-                    if (most[j][r] - next > MAX_EXPONENT) next = most[j][r];
-                    factor = exp2_fast(reference[j][r] - next);
-                    reference[j][r] = next;
-                    row_sum[j][r] *= factor;
-                }
-#pragma unroll
-                for (int set = 0; set < WEIGHT_SETS; set++) factors[ROW_BLOCKS * set + j][r] = factor;
+                factors[j][r] = 1.0f;
+                if (!(most[j][r] - reference[j][r] > MAX_EXPONENT)) continue;
+                // Where rounding moves it far, the reference is the maximum itself.
+                float next = most[j][r] - USUAL_EXPONENT;
+                if (most[j][r] - next > MAX_EXPONENT) next = most[j][r];
+                factors[j][r] = exp2_fast(reference[j][r] - next);
+                reference[j][r] = next;
+                row_sum[j][r] *= factors[j][r];
             }
-        if (HAS_BLOCKS || values_scaled) lower_powers(scores, value_scales, factors, exchange, group, warp, lane);
-#pragma unroll
-        for (int block = 0; block < VALUE_BLOCKS; block++)
-#pragma unroll
-            for (int i = 0; i < WEIGHT_SUMS; i++) out[block][i] *= factors[i / 4][i & 1];
-    }
-
-    __device__ __forceinline__ void
-    lower_powers(const float (&scores)[SUMS], const float (&value_scales)[WEIGHT_SETS][2],
-                 float (&factors)[WEIGHT_BLOCKS][2], unsigned exchange, int group, int warp, int lane) {
-        hopper::named_barrier_sync(1 + group, 128); // all have read the maxima
-        float heaviest[WEIGHT_BLOCKS][2], powers[WEIGHT_BLOCKS][2];
-#pragma unroll
-        for (int set = 0; set < WEIGHT_SETS; set++)
+        if (values_scaled) {
+            hopper::named_barrier_sync(1 + group, 128); // all have read the maxima
 #pragma unroll
             for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    heaviest[ROW_BLOCKS * set + j][r] =
-                        fmaxf(exp2_fast(scores[4 * j + r] - reference[j][r]) * fabsf(value_scales[set][0]),
-                              exp2_fast(scores[4 * j + 2 + r] - reference[j][r]) * fabsf(value_scales[set][1]));
-        find_maxima(heaviest, exchange, group, warp, lane);
-        load_rows(powers, weight_powers, lane);
-        hopper::named_barrier_sync(1 + group, 128); // all have read the powers
+                    most[j][r] = fmaxf(exp2_fast(scores[4 * j + r] - reference[j][r]) * value_scales[0],
+                                       exp2_fast(scores[4 * j + 2 + r] - reference[j][r]) * value_scales[1]);
+            find_maxima(most, exchange, group, warp, lane);
+            float powers[ROW_BLOCKS][2];
+            load_rows(powers, weight_powers, lane);
+            hopper::named_barrier_sync(1 + group, 128); // all have read the powers
 #pragma unroll
-        for (int j = 0; j < WEIGHT_BLOCKS; j++)
+            for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                if (heaviest[j][r] * powers[j][r] <= MAX_WEIGHT) continue;
-                float next = weight_scale(fminf(heaviest[j][r], MAX_FLOAT / 16.0f) * 8.0f).factor;
-                factors[j][r] *= next * __int_as_float((254 << 23) - (int)__float_as_uint(powers[j][r]));
-                if (warp == 0 && lane < 4) weight_powers[8 * j + 2 * lane + r] = next;
-            }
-        hopper::named_barrier_sync(1 + group, 128);
+                for (int r = 0; r < 2; r++) {
+                    if (most[j][r] * powers[j][r] <= MAX_WEIGHT) continue;
+                    float next = weight_scale(fminf(most[j][r], MAX_FLOAT / 16.0f) * 8.0f).factor;
+                    factors[j][r] *= next * __int_as_float((254 << 23) - (int)__float_as_uint(powers[j][r]));
+                    if (warp == 0 && lane < 4) weight_powers[8 * j + 2 * lane + r] = next;
+                }
+            hopper::named_barrier_sync(1 + group, 128);
+        }
+#pragma unroll
+        for (int block = 0; block < VALUE_BLOCKS; block++)
+            for_each_element([&](int i, int j, int, int r) { out[block][i] *= factors[j][r]; });
     }
 };
 

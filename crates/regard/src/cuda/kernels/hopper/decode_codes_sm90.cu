@@ -1,4 +1,5 @@
-// Decode attention on Hopper over 8-bit codes: as decode/decode.cu, but codes are converted once for all rows of a tile.
+// Decode attention on Hopper over 8-bit codes: as decode/decode.cu, but codes are converted once for all rows of a
+// tile.
 //
 // The rows of a tile are the N of wgmma: S^T = K Q^T and O^T = V^T P^T take keys and values as their first operand from
 // registers, where a warp has converted the codes of its 16 keys, then of its value dims. A group is a warpgroup. It
@@ -8,8 +9,8 @@
 // Maxima of rows are exchanged only where a score exceeds a row's reference by so much that f16 could not hold its
 // probability. A state's maximum is that reference.
 //
-// Plain scores, exact head dims and runs of 16 keys, as the specialized modules of decode.cu, whose division of work and
-// partial states it has. Not in batch-invariant mode.
+// Plain scores, exact head dims and runs of 16 keys, as the specialized modules of decode.cu, whose division of work
+// and partial states it has. Not in batch-invariant mode.
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_combine_entry.cuh"
@@ -27,15 +28,13 @@ struct Worker {
     unsigned base; // of shared memory
     unsigned ring; // shared memory: this group's pipeline stages
     int lane, group, warp;
-    Tile &tile; // in shared memory, to save registers
+    Tile &tile;             // in shared memory, to save registers
     int key_start, key_end; // keys of this piece
     int first_key_tile;     // of the first group; K tiles go round robin over the groups
     int last_entry;         // index in the page table of the last key's page
     Softmax softmax;
-    float out[VALUE_BLOCKS][WEIGHT_SUMS];
+    float out[VALUE_BLOCKS][SUMS];
     float value_scale; // multiplies the output
-    // Of blocks: the lower bits of the first row's address, and the bytes from token to token.
-    unsigned key_at, key_step, value_at, value_step;
 
     // Tile `number` of the sequence.
     __device__ __forceinline__ void select_tile(Tile &tile, int number, const SequenceTiles &tiles) {
@@ -52,14 +51,12 @@ struct Worker {
         tile.any_end = __shfl_sync(~0u, end, 1);
         long long key_at, value_at;
         find_kv_start(params, tile, key_at, value_at);
-        tile.key_base = params.keys.pointer + key_at * CACHE_BYTES;
-        tile.value_base = params.values.pointer + value_at * CACHE_BYTES;
+        tile.key_base = params.keys.pointer + key_at;
+        tile.value_base = params.values.pointer + value_at;
         tile.table = page_table(params, tile.sequence);
         if (threadIdx.x == 0) this->tile = tile;
-        key_at = (unsigned)tile.key_base, key_step = (unsigned)params.keys.strides.token * CACHE_BYTES;
-        value_at = (unsigned)tile.value_base, value_step = (unsigned)params.values.strides.token * CACHE_BYTES;
-        softmax.keys_scaled = !HAS_BLOCKS && varies(params, cache.key_scale_strides);
-        softmax.values_scaled = !HAS_BLOCKS && varies(params, cache.value_scale_strides);
+        softmax.keys_scaled = varies(params, cache.key_scale_strides);
+        softmax.values_scaled = varies(params, cache.value_scale_strides);
     }
 
     // Finds the keys of a piece: the units of the tile from `unit` to before `last_unit`.
@@ -94,22 +91,15 @@ struct Worker {
             value_at = first * params.values.strides.token;
         }
         unsigned to = ring + stage * STAGE_BYTES;
-        unsigned long long keys = tile.key_base + key_at * CACHE_BYTES,
-                           values = tile.value_base + value_at * CACHE_BYTES;
-        if constexpr (HAS_BLOCKS) {
-            load_block_rows<HEAD_DIM, KEY_PITCH>(to, keys, params.keys.strides.token * BLOCK_BYTES, first);
-            load_block_rows<VALUE_DIM, VALUE_PITCH>(to + KEYS * KEY_PITCH, values,
-                                                    params.values.strides.token * BLOCK_BYTES, first);
-            return;
-        }
-        load_rows<HEAD_DIM, KEY_PITCH>(to, keys, params.keys.strides.token, first);
-        load_rows<VALUE_DIM, VALUE_PITCH>(to + KEYS * KEY_PITCH, values, params.values.strides.token, first);
+        load_rows<HEAD_DIM, KEY_PITCH>(to, tile.key_base + key_at, params.keys.strides.token, first);
+        load_rows<VALUE_DIM, VALUE_PITCH>(to + KEYS * KEY_PITCH, tile.value_base + value_at,
+                                          params.values.strides.token, first);
         if (softmax.keys_scaled || softmax.values_scaled) load_scales(to + SCALE_OFFSET, first, entry);
     }
 
     // Rows of 16 keys from `first` on. Several lanes copy a row, the others the next rows.
-    template <int DIM, int PITCH> __device__ __forceinline__ void
-    load_rows(unsigned to, unsigned long long from, long long stride, int first) const {
+    template <int DIM, int PITCH>
+    __device__ __forceinline__ void load_rows(unsigned to, unsigned long long from, long long stride, int first) const {
         constexpr int CHUNKS = DIM / 16, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
         int row = lane / LANES, column = lane % LANES * 16;
         unsigned keys = key_end - key_start, key = first + row - key_start;
@@ -127,28 +117,6 @@ struct Worker {
                     cp_async(place, source + j * LANES * 16, bytes);
             }
             source += AT_ONCE * stride;
-        }
-    }
-
-    // The same of blocks: each row is copied from a multiple of 16 bytes on. The last chunk is copied by a lane per row.
-    template <int DIM, int PITCH> __device__ __forceinline__ void
-    load_block_rows(unsigned to, unsigned long long from, long long stride, int first) const {
-        constexpr int CHUNKS = row_chunks(DIM), LANES = CHUNKS > 8 ? 8 : 4, AT_ONCE = 32 / LANES;
-        static_assert(CHUNKS == LANES + 1, "one chunk is left");
-        int row = lane / LANES, column = lane % LANES * 16;
-        unsigned keys = key_end - key_start, key = first - key_start;
-        unsigned place = to + WARP_KEYS * warp * PITCH;
-        // Rows that far apart start equally far from a multiple of 16 bytes.
-        unsigned long long source = ((from + row * stride) & ~15ull) + column;
-#pragma unroll
-        for (int i = 0; i < WARP_KEYS; i += AT_ONCE) {
-            cp_async_sectors(place + (i + row) * PITCH + column, (const void *)source, key + i + row < keys ? 16 : 0);
-            source += AT_ONCE * stride;
-        }
-        if (lane < WARP_KEYS) {
-            unsigned long long start = from + lane * stride;
-            int bytes = key + lane < keys ? (int)(start & 15) + row_bytes(DIM) - LANES * 16 : 0;
-            cp_async_sectors(place + lane * PITCH + LANES * 16, (const void *)((start & ~15ull) + LANES * 16), bytes);
         }
     }
 
@@ -170,8 +138,8 @@ struct Worker {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
         SharedTile<ROWS> to = {base + QUERY_OFFSET};
         float scale = params.scale * LOG2_E;
-        if (!HAS_BLOCKS && !softmax.keys_scaled) scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
-#pragma unroll(ROWS == 8 ? 1 : 4)
+        if (!softmax.keys_scaled) scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+#pragma unroll 4
         for (int row = threadIdx.x >> 5; row < ROWS; row += blockDim.x >> 5) {
             bool present = row < tile.rows;
             int head, token;
@@ -213,35 +181,6 @@ struct Worker {
         }
     }
 
-    // This warp's keys as operand A, and the scales of their blocks.
-    __device__ __forceinline__ void load_keys(unsigned (&a)[KEY_STEPS][4], float (&scales)[KEY_SETS][2],
-                                              unsigned keys) const {
-#if CACHE == 1
-        key_operands(cache.key_format, a, keys, warp, lane);
-#else
-        block_key_operands(a, scales, keys + WARP_KEYS * warp * KEY_PITCH, key_shift(lane >> 2), lane);
-#endif
-    }
-
-    // This warp's value dims as operand A, and the scales of this thread's keys, all blocks.
-    __device__ __forceinline__ void load_values(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
-                                                float (&scales)[WEIGHT_SETS][2], unsigned values) const {
-#if CACHE == 1
-        value_operands(cache.value_format, a, values, warp, lane);
-#else
-            int key = 2 * (lane & 3), row = lane >> 2;
-            unsigned from[2] = {values + key * VALUE_PITCH + value_shift(key),
-                                values + (key + 1) * VALUE_PITCH + value_shift(key + 1)};
-            block_value_operands(a, from, warp, lane);
-            block_value_scales(scales, values + (WARP_KEYS * warp + row) * VALUE_PITCH + value_shift(row));
-#endif
-    }
-
-    // Rows of blocks start off a multiple of 16 bytes in shared memory, as in global memory. Rows 16 further start
-    // equally far off.
-    __device__ __forceinline__ unsigned key_shift(int row) const { return (key_at + row * key_step) & 15; }
-    __device__ __forceinline__ unsigned value_shift(int row) const { return (value_at + row * value_step) & 15; }
-
     // Mainloop over this group's K tiles of keys `key_start..key_end`.
     __device__ __forceinline__ void mainloop() {
         int first = first_key_tile + group, end = (key_end + KEYS - 1) / KEYS, step = params.stream_k.key_groups;
@@ -260,7 +199,7 @@ struct Worker {
         load_queries();
         load_row_facts();
         value_scale = 1.0f;
-        if (!HAS_BLOCKS && !softmax.values_scaled)
+        if (!softmax.values_scaled)
             value_scale = *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
         int every_start = tile.every_start, every_end = tile.every_end;
         // wgmma reads the queries.
@@ -272,7 +211,7 @@ struct Worker {
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; block++)
 #pragma unroll
-            for (int i = 0; i < WEIGHT_SUMS; i++) out[block][i] = 0.0f;
+            for (int i = 0; i < SUMS; i++) out[block][i] = 0.0f;
 
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
         int stage = 0, turn = 0;
@@ -280,44 +219,39 @@ struct Worker {
 #pragma unroll 1
         for (int key_tile = first; key_tile < end; key_tile += step) {
             unsigned keys = ring + stage * STAGE_BYTES, values = keys + KEYS * KEY_PITCH;
-            float scores[SUMS], key_scales[KEY_SETS][2], value_scales[WEIGHT_SETS][2];
-            float products[KEY_SETS][SUMS]; // of keys' blocks, or all of them
+            float scores[SUMS];
             unsigned key_codes[KEY_STEPS][4];
-            load_keys(key_codes, key_scales, keys);
-            // P V of the previous K tile has read the values' registers, and the conversion of keys ran beside it.
+            key_operands(cache.key_format, key_codes, keys, warp, lane);
             hopper::wgmma_wait<0>();
 #pragma unroll
             for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
-#pragma unroll
-            for (int set = 0; set < KEY_SETS; set++) warpgroup_fence_operand(products[set]);
+            warpgroup_fence_operand(scores);
             hopper::wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < KEY_STEPS; i++)
-                CodeWgmma<ROWS>::mma(products[i / (KEY_STEPS / KEY_SETS)], key_codes[i], queries.k_major(i),
-                                     i % (KEY_STEPS / KEY_SETS) > 0);
+            for (int i = 0; i < KEY_STEPS; i++) CodeWgmma<ROWS>::mma(scores, key_codes[i], queries.k_major(i), i > 0);
             hopper::wgmma_commit();
-            // Blocks have more sums and scales: fewer registers hold codes at a time.
-            if (!HAS_BLOCKS) load_values(value_codes, value_scales, values);
-            if (!HAS_BLOCKS) softmax.load_scales(key_scales[0], value_scales, values + KEYS * VALUE_PITCH, warp, lane);
+            value_operands(cache.value_format, value_codes, values, warp, lane);
+            float scales[2][2]; // of this thread's keys, and of their values
+            softmax.load_scales(scales, values + KEYS * VALUE_PITCH, warp, lane);
             hopper::wgmma_wait<0>();
+            warpgroup_fence_operand(scores);
 #pragma unroll
-            for (int set = 0; set < KEY_SETS; set++) warpgroup_fence_operand(products[set]);
-            if (HAS_BLOCKS) load_values(value_codes, value_scales, values);
+            for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
 
             int first_key = key_tile * KEYS + WARP_KEYS * warp;
-            softmax.scale(scores, products, key_scales, shared.query_scale, lane);
+            softmax.scale(scores, scales[0], shared.query_scale, lane);
             if (first_key < every_start || first_key + WARP_KEYS > every_end)
                 hide_invisible(scores, shared.rows, first_key, lane);
             unsigned probabilities = ring - 2 * PROBABILITY_BYTES + turn * PROBABILITY_BYTES;
             float sums[ROW_BLOCKS][2];
-            bool exceeds = softmax.exponentiate(scores, value_scales, probabilities, sums, warp, lane);
+            bool exceeds = softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane);
             hopper::fence_proxy_async();
             // The next K tile has arrived.
             cp_async_wait<RING_STAGES - 2>();
             if (hopper::named_barrier_or(1 + group, 128, exceeds)) {
-                unsigned exchange = base + EXCHANGE_OFFSET + group * 4 * WEIGHT_ROWS * 4;
-                softmax.raise(scores, value_scales, out, exchange, group, warp, lane);
-                softmax.exponentiate(scores, value_scales, probabilities, sums, warp, lane);
+                unsigned exchange = base + EXCHANGE_OFFSET + group * 4 * ROWS * 4;
+                softmax.raise(scores, scales[1], out, exchange, group, warp, lane);
+                softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane);
                 hopper::fence_proxy_async();
                 synchronize_group();
             }
@@ -327,7 +261,7 @@ struct Worker {
             if (ahead < end) fetch(ahead, stage, entry);
             cp_async_commit();
             if (ahead + step < end) entry = look_up(ahead + step);
-            SharedTile<WEIGHT_ROWS> weights = {probabilities};
+            SharedTile<ROWS> weights = {probabilities};
 #pragma unroll
             for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
             hopper::wgmma_fence();
@@ -335,7 +269,7 @@ struct Worker {
             for (int block = 0; block < VALUE_BLOCKS; block++)
 #pragma unroll
                 for (int i = 0; i < VALUE_STEPS; i++)
-                    CodeWgmma<WEIGHT_ROWS>::mma(out[block], value_codes[block][i], weights.k_major(i), 1);
+                    CodeWgmma<ROWS>::mma(out[block], value_codes[block][i], weights.k_major(i), 1);
             hopper::wgmma_commit();
             stage = stage == RING_STAGES - 1 ? 0 : stage + 1;
             turn ^= 1;
@@ -345,19 +279,9 @@ struct Worker {
         for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
     }
 
-    // An element of the output of 8 rows: a warp's value dims are of one block, the other rows of P had other scales.
-    // Masks instead of an index keep the output in registers.
-    __device__ __forceinline__ float own_block(int block, int element) const {
-        unsigned bits = 0;
-#pragma unroll
-        for (int set = 0; set < WEIGHT_SETS; set++)
-            bits |= __float_as_uint(out[block][4 * set + element]) & -(unsigned)(set == warp);
-        return __uint_as_float(bits);
-    }
-
     // Stores this group's state to shared memory, over the pipeline stages. All threads of the CTA call this.
     __device__ __forceinline__ void store_state(float *states) {
-        float *exchange = (float *)(dynamic_shared + EXCHANGE_OFFSET) + group * 4 * WEIGHT_ROWS;
+        float *exchange = (float *)(dynamic_shared + EXCHANGE_OFFSET) + group * 4 * ROWS;
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
@@ -383,9 +307,8 @@ struct Worker {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     int row = 8 * j + 2 * (lane & 3) + (e & 1);
-                    float x = HAS_BLOCKS ? own_block(block, e) : out[block][4 * j + e];
                     mine[row * OUT_PITCH + value_dim_of(block, e, warp, lane)] =
-                        x * softmax.out_scale(value_scale, HAS_BLOCKS ? 8 * warp + row : row);
+                        out[block][4 * j + e] * softmax.out_scale(value_scale, row);
                 }
     }
 };
@@ -472,8 +395,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared &shared = *(Shared *)dynamic_shared;
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     unsigned base = shared_address(dynamic_shared);
-    Worker w = {params, cache, shared, base, 0, (int)(threadIdx.x & 31), group, warp, *(Tile *)(dynamic_shared + TILE_OFFSET)};
-    w.softmax.weight_powers = (float *)(dynamic_shared + WEIGHT_OFFSET) + group * WEIGHT_ROWS;
+    Worker w = {
+        params, cache, shared, base, 0, (int)(threadIdx.x & 31), group, warp, *(Tile *)(dynamic_shared + TILE_OFFSET)};
+    w.softmax.weight_powers = (float *)(dynamic_shared + WEIGHT_OFFSET) + group * ROWS;
     w.ring = w.base + GROUP_OFFSET + w.group * GROUP_BYTES + 2 * PROBABILITY_BYTES;
     float *states = (float *)(dynamic_shared + GROUP_OFFSET);
     touch_parameters(params);
@@ -538,7 +462,6 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     write_schedule(params);
 }
 
-#if TILE_ROWS > 8
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
 // all possible tiles by TILE_ROWS / 8.
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ AttentionParameters params) {
@@ -550,4 +473,3 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
                                           split.parts.last, element_out_type(params));
     end_combine(params, split);
 }
-#endif
