@@ -4,6 +4,7 @@
 //! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
 //! nothing else of the crate.
 
+pub mod codes;
 mod latent;
 mod name;
 mod prefill;
@@ -61,6 +62,8 @@ pub enum Family {
     DecodePages,
     /// The same over latent caches, with WGMMA and TMA: values are the first dims of keys.
     DecodeLatent,
+    /// The same over codes, with WGMMA: each code is converted once for all rows of a tile.
+    DecodeCodes,
     /// The rows of prefix groups over their shared prefix, with `mma.sync`.
     PrefixSm80,
     /// The same with WGMMA and TMA.
@@ -221,6 +224,8 @@ pub struct DecodeConfig {
     pub tile_rows: usize,
     /// Whether each row has a list of the keys that it attends to.
     pub lists: bool,
+    /// Whether codes are multiplied by WGMMA: of [`Family::DecodeCodes`].
+    pub wgmma: bool,
 }
 
 /// The configuration of a prefill module.
@@ -303,6 +308,7 @@ impl Family {
             Family::Decode => "decode.cu",
             Family::DecodePages => "decode_pages.cu",
             Family::DecodeLatent => "decode_latent_sm90.cu",
+            Family::DecodeCodes => "decode_codes_sm90.cu",
             Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefixSm90 => "prefix_sm90.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
@@ -318,7 +324,9 @@ impl Family {
     /// The name of all its modules, or what their names start with.
     pub const fn name(self) -> &'static str {
         match self {
-            Family::Decode | Family::DecodePages | Family::DecodeLatent => "decode",
+            Family::Decode | Family::DecodePages | Family::DecodeLatent | Family::DecodeCodes => {
+                "decode"
+            }
             Family::PrefillSm80
             | Family::PrefillSm90
             | Family::PrefillSm90Window
@@ -335,6 +343,7 @@ impl Family {
     pub const fn uses_wgmma(self) -> bool {
         match self {
             Family::DecodeLatent
+            | Family::DecodeCodes
             | Family::PrefixSm90
             | Family::PrefillSm90
             | Family::PrefillSm90Window
@@ -444,6 +453,8 @@ impl DecodeConfig {
     pub const fn family(&self) -> Family {
         if self.cache.is_latent() {
             Family::DecodeLatent
+        } else if self.wgmma {
+            Family::DecodeCodes
         } else if self.takes_page_lists() {
             Family::DecodePages
         } else {
@@ -466,6 +477,7 @@ impl DecodeConfig {
         });
         name.text(match architecture {
             Architecture::Compute80 => "",
+            Architecture::Compute90a if self.wgmma => "_sm90a",
             Architecture::Compute90 | Architecture::Compute90a => "_sm90",
         })
     }
@@ -478,6 +490,14 @@ impl DecodeConfig {
             defines.push(("LISTS", 1));
         }
         match self.cache {
+            Cache::Bytes if self.wgmma => {
+                defines.extend([
+                    ("MAX_THREADS", 128), // states are combined by the groups of a CTA, 128 each
+                    ("CACHE", self.cache.number()),
+                    ("THREADS", 128 * codes::CODES_GROUPS),
+                    ("RING_STAGES", codes::CODES_STAGES),
+                ]);
+            }
             Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
@@ -601,7 +621,7 @@ mod tests {
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
             // Modules for latent caches fall back to the modules for elements, or for any format.
-            if config.cache.is_latent() {
+            if config.cache.is_latent() || config.wgmma {
                 continue;
             }
             let operands = Operands { build: Build::Fallback, ..config.operands };
