@@ -139,6 +139,19 @@ fn prefill() -> Vec<(&'static str, Problem)> {
                 ..causal(16, [32, 8], 128, [1024, 1024])
             },
         ),
+        ("p2048d80", causal(1, [32, 32], 80, [2048, 2048])),
+        (
+            "p2048d64, window 127",
+            Problem {
+                variant: Variant {
+                    causal: true,
+                    window: Window { left: Some(127), right: None },
+                    sinks: true,
+                    ..full
+                },
+                ..causal(1, [64, 8], 64, [2048, 2048])
+            },
+        ),
         ("p2048d512", causal(8, [8, 4], 512, [2048, 2048])),
         (
             "f8192, bool mask",

@@ -325,3 +325,48 @@ pub(super) fn map_extents(
 /// Offset of the two tile counters in the workspace, in bytes.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches point there"))]
 pub(super) const COUNTERS_AT: usize = COUNTER_BYTES - PREFILL_COUNTER_BYTES;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::{Device, Machine};
+    use crate::variant::Window;
+
+    #[test]
+    fn short_windows_have_a_kernel_of_their_own() {
+        let facts = match "h200".parse::<Machine>().unwrap().device {
+            Device::Cuda(facts) => facts,
+            _ => unreachable!("h200 is a GPU"),
+        };
+        let base = Problem {
+            query_heads: 8,
+            query_len: 2048,
+            kv_len: 2048,
+            ..Problem::new(DType::BF16, 64)
+        };
+        let is_chosen = |problem: Problem| {
+            select(&problem, &facts, 0, 0).unwrap().specialized.launch.module
+                == "prefill_bf16_64_64_plain_sm90_window"
+        };
+        let windowed = |left, right, causal| {
+            let mut problem = base.clone();
+            (problem.variant.window, problem.variant.causal) = (Window { left, right }, causal);
+            problem
+        };
+        let chosen = |left, right, causal| is_chosen(windowed(left, right, causal));
+        // Blocks of 64 keys to the left and to the right: two at most.
+        assert!(chosen(Some(127), None, true) && chosen(Some(128), Some(500), true));
+        assert!(!chosen(Some(129), None, true) && !chosen(None, None, true));
+        assert!(chosen(Some(64), Some(64), false) && chosen(Some(0), Some(128), false));
+        assert!(!chosen(Some(65), Some(64), false) && !chosen(Some(64), None, false));
+        assert!(!chosen(Some(usize::MAX), Some(usize::MAX), false));
+        // What it does not take.
+        let windowed = windowed(Some(127), None, true);
+        assert!(!is_chosen(Problem { query_heads: 3, ..windowed.clone() }), "few heads per key");
+        assert!(!is_chosen(Problem { head_dim: 56, value_dim: 56, ..windowed.clone() }));
+        assert!(!is_chosen(Problem { out_dtype: DType::F32, ..windowed.clone() }));
+        let mut capped = windowed;
+        capped.variant.softcap = true;
+        assert!(!is_chosen(capped));
+    }
+}
