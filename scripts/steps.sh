@@ -19,6 +19,10 @@ processor_seconds() {
 # The steps so far and their seconds, longest first.
 report() {
     rm -f "$times_file"
+    if [ -n "${lane_process:-}" ]; then
+        kill -- "-$lane_process" 2>/dev/null || true
+        rm -rf "$lane"
+    fi
     [ ${#table[@]} -gt 0 ] || return 0
     printf '\n=== steps, their seconds, and seconds of processor time\n'
     printf '%s\n' "${table[@]}" | sort -s -t $'\t' -k1,1nr | awk -F '\t' '{ printf "%6s s %6s s  %-7s  %s\n", $1, $2, $3, $4 }'
@@ -65,6 +69,34 @@ step() {
             exit 1
             ;;
     esac
+}
+
+# beside FUNCTION: runs its steps beside those that follow, until `joined`. Their output is kept
+# until then. They must share no target folder and no package manager with the others.
+beside() {
+    lane=$(mktemp -d)
+    # A process group of its own, so that all of it ends if a step of the others fails.
+    set -m
+    (
+        trap 'declare -p table skipped >"$lane/results"' EXIT
+        table=() skipped=() times_file="$lane/times"
+        "$1"
+    ) >"$lane/output" 2>&1 &
+    lane_process=$!
+    set +m
+}
+
+# Waits for the steps of `beside`, and prints their output. Fails if one of them did.
+joined() {
+    local status=0 ours=("${table[@]}") ours_skipped=("${skipped[@]}")
+    wait "$lane_process" || status=$?
+    lane_process=
+    cat "$lane/output"
+    # shellcheck source=/dev/null
+    . <(sed 's/^declare -a/declare -ga/' "$lane/results")
+    table=("${ours[@]}" "${table[@]}") skipped=("${ours_skipped[@]}" "${skipped[@]}")
+    rm -r "$lane"
+    [ "$status" = 0 ] || exit 1
 }
 
 # The last line of a run in which no step failed.
