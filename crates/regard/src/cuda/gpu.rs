@@ -25,7 +25,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-/// What the workspace has of a step before a layer runs: [`Gpu::run_prepared`].
+/// Results of a step that the workspace has before a layer runs: [`Gpu::run_prepared`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Prepared {
     /// The schedule of the step: [`Gpu::schedule`].
@@ -333,7 +333,7 @@ impl Gpu {
     /// [`Gpu::run_raw`] with the tile map that the workspace has: of [`Gpu::map_mask`], or written
     /// by the caller where [`tile_map`](super::tile_map) says. With the same map, the same bits.
     ///
-    /// Where plan, mask and shapes are those of [`Gpu::map_mask`], operands may have any strides
+    /// If plan, mask and shapes are those of [`Gpu::map_mask`], operands may have any strides
     /// and alignment: the workspace has the map of either kernel. A map that a plain run or the
     /// caller has left is that of one kernel, which [`tile_map`](super::tile_map) tells.
     ///

@@ -111,7 +111,7 @@ fn key_bytes(problem: &Problem) -> usize {
     problem.head_dim / problem.key_dtype.values() * problem.key_dtype.size()
 }
 
-/// How the modules for a problem read its keys; `None` if there are no such modules.
+/// Loads of keys by the modules for a problem; `None` if there are no such modules.
 fn cache_of(problem: &Problem) -> Option<Cache> {
     match problem.key_dtype {
         DType::Mla656 => Some(Cache::Mla656),

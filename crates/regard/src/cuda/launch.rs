@@ -178,7 +178,7 @@ pub(super) fn attention(
     parameters
 }
 
-/// How keys and values can be read. Queries have the same alignment.
+/// Loads that keys and values allow. Queries have the same alignment.
 pub(super) fn load_kind(
     parameters: &AttentionParameters,
     inputs: &Inputs<DeviceMemory>,
@@ -195,7 +195,7 @@ pub(super) fn load_kind(
     }
 }
 
-/// How a decode kernel can load what its module reads of keys and values.
+/// Loads that keys and values allow to a decode kernel's module.
 fn decode_load_kind(
     parameters: &AttentionParameters,
     inputs: &Inputs<DeviceMemory>,

@@ -87,7 +87,7 @@ pub(crate) const PREFILL_COUNTER_BYTES: usize = 16;
 /// Bytes that the schedule of a step has per CTA of decode, as in `decode_tile.cuh`.
 pub(crate) const SCHEDULED_BYTES: usize = 128;
 
-/// How the kernels of a plan are launched: everything that is decided before lengths are known. At
+/// Launches of a plan's kernels: everything that is decided before lengths are known. At
 /// least one of the two is `Some`. If both are, prefill runs first, and each kernel skips the
 /// sequences of the other.
 #[doc(hidden)]
@@ -154,7 +154,7 @@ pub struct Decode {
     pub start_units: i32,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub exact_dims: bool,
-    /// How the modules read keys and values.
+    /// Loads of keys and values by the modules.
     pub cache: registry::Cache,
     /// The second kernel that combines the partial states of tiles; `None` if the last CTA of each
     /// tile does.
@@ -217,7 +217,7 @@ pub struct PrefillKernel {
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.
     pub exact_dims: bool,
-    /// How it reads keys and values.
+    /// Loads of keys and values.
     pub cache: registry::Cache,
     /// Whether it takes only scales that all keys, or values, of a head share.
     pub head_scales: bool,

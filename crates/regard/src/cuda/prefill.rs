@@ -1,4 +1,4 @@
-//! Which prefill kernel runs a problem, and how its tiles are numbered: pure functions of the
+//! Selection of the prefill kernel of a problem, and numbering of its tiles: pure functions of the
 //! problem and the GPU's facts.
 //!
 //! A tile is some query tokens of one query head. The kernels are persistent: a fixed grid of CTAs
@@ -42,7 +42,7 @@ const MAP_THREADS: u32 = 256;
 /// that.
 const RESERVED_BYTES: usize = 1 << 10;
 
-/// Which sequences run in decode and which in prefill.
+/// Division of sequences between decode and prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Division {
     /// All run in decode.
@@ -297,7 +297,7 @@ fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
     i32::try_from(pairs.div_ceil(groups)).unwrap_or(i32::MAX)
 }
 
-/// How many tiles a kernel divides a problem into.
+/// Number of tiles that a kernel divides a problem into.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tiles {
     /// Row tiles of each (sequence, query head).
@@ -360,7 +360,7 @@ mod tests {
         assert!(chosen(Some(64), Some(64), false) && chosen(Some(0), Some(128), false));
         assert!(!chosen(Some(65), Some(64), false) && !chosen(Some(64), None, false));
         assert!(!chosen(Some(usize::MAX), Some(usize::MAX), false));
-        // What it does not take.
+        // Problems that it does not take.
         let windowed = windowed(Some(127), None, true);
         assert!(!is_chosen(Problem { query_heads: 3, ..windowed.clone() }), "few heads per key");
         assert!(!is_chosen(Problem { head_dim: 56, value_dim: 56, ..windowed.clone() }));

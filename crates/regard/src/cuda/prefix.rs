@@ -65,7 +65,7 @@ pub(super) fn leaves_room(problem: &Problem, facts: &CudaFacts) -> bool {
         && problem.rotary_dim == 0
 }
 
-/// How the kernels for prefix groups are launched.
+/// Launch of the kernels for prefix groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Prefix {
     /// Finds groups and work items.

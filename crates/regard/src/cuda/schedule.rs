@@ -1,4 +1,4 @@
-//! How work is divided over the CTAs of a launch if the host knows that all lengths are equal:
+//! Division of work over the CTAs of a launch if the host knows that all lengths are equal:
 //! the numbers that `kernels/decode/stream_k.cuh` otherwise works out on the device.
 
 use super::Decode;

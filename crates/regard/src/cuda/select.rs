@@ -1,4 +1,4 @@
-//! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the
+//! Selection and launch of the CUDA kernel of a problem: pure functions of the problem and the
 //! GPU's facts.
 
 use super::codes::{self, CodesDecode};
@@ -475,7 +475,7 @@ fn too_large(problem: &Problem, facts: &CudaFacts, modules: &[DecodeModule]) -> 
     )
 }
 
-/// How the work of a decode kernel is divided among CTAs (stream-K).
+/// Division of a decode kernel's work among CTAs (stream-K).
 struct DecodeGrid {
     /// At most.
     tiles: usize,
@@ -601,7 +601,7 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
     }
 }
 
-/// How many CTAs of a decode kernel a multiprocessor has at a time, and how large they are.
+/// Number of CTAs of a decode kernel that a multiprocessor has at a time, and their size.
 struct Occupancy {
     ctas_per_multiprocessor: usize,
     /// Groups of warps per CTA.

@@ -191,7 +191,7 @@ impl Cache {
     }
 }
 
-/// Which problems an attention module accepts.
+/// Problems that an attention module accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
     /// Plain scores (dot products times the scale), exact head dims and aligned rows only.
@@ -209,7 +209,7 @@ pub struct Operands {
     pub head_dim: usize,
     /// The largest head dim of values.
     pub value_dim: usize,
-    /// Which problems of these dims it accepts.
+    /// Problems of these dims that it accepts.
     pub build: Build,
 }
 
@@ -218,7 +218,7 @@ pub struct Operands {
 pub struct DecodeConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
-    /// How keys and values are stored.
+    /// Storage of keys and values.
     pub cache: Cache,
     /// Query rows per tile.
     pub tile_rows: usize,
@@ -233,7 +233,7 @@ pub struct DecodeConfig {
 pub struct PrefillConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
-    /// How keys and values are stored: [`Cache::Elements`], [`Cache::Any`] with `mma.sync`, or
+    /// Storage of keys and values: [`Cache::Elements`], [`Cache::Any`] with `mma.sync`, or
     /// [`Cache::Bytes`] with WGMMA.
     pub cache: Cache,
     /// Query tokens per tile.

@@ -1,4 +1,4 @@
-//! What follows from the configuration of a module of prefill or for prefix groups: its source, its
+//! Consequences of the configuration of a module of prefill or for prefix groups: its source, its
 //! name, its macros, its threads and its shared memory.
 
 use super::name::Name;
