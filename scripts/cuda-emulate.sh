@@ -39,6 +39,7 @@ compile() {
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
     [ "$source" = append.cu ] && kind=-DAPPEND
     [ "$source" = decode.cu ] && kind=-DDECODE
+    [ "$source" = decode_codes_sm90.cu ] && kind=-DDECODE_CODES
     [ "$source" = decode_latent_sm90.cu ] && kind=-DDECODE_LATENT
     case "$source" in prefill_sm90* | prefix_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
     g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC -I"$folder/source" ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"

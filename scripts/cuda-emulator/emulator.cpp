@@ -24,6 +24,11 @@
 #include "hopper/decode_latent_sm90.cu"
 #undef THREADS
 #undef SHARED_BYTES
+#elif defined(DECODE_CODES)
+#include "hopper/hopper.cuh"
+#include "hopper/decode_codes_sm90.cu"
+#undef THREADS
+#undef SHARED_BYTES
 #elif defined(DECODE)
 #include "decode/decode.cu"
 #elif defined(APPEND)
@@ -45,7 +50,7 @@
 #undef THREADS
 #undef SHARED_BYTES
 #endif
-#if defined(DECODE) || defined(DECODE_LATENT) || PREFIX
+#if defined(DECODE) || defined(DECODE_CODES) || defined(DECODE_LATENT) || PREFIX
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -75,7 +80,7 @@ static void call_kernel() {
 #else
     decode(*launch->attention, launch->maps->key, *launch->rest_map);
 #endif
-#elif defined(DECODE)
+#elif defined(DECODE) || defined(DECODE_CODES)
 #if !LISTS
     if (launch->schedules) return schedule_ctas(*launch->attention);
 #endif

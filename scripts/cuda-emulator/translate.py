@@ -5,7 +5,7 @@ import glob, os, re, shutil, sys
 KERNELS, FOLDER = sys.argv[1:3]
 HERE = os.path.dirname(os.path.abspath(__file__))
 # The headers that the emulator has of its own, in the place of the kernels'.
-REPLACED = {"common/copy.cuh", "common/element.cuh", "hopper/hopper.cuh", "hopper/wgmma.cuh"}
+REPLACED = {"common/copy.cuh", "common/element.cuh", "hopper/hopper.cuh", "hopper/wgmma.cuh", "hopper/codes_wgmma.cuh"}
 for folder in ("common", "decode", "prefill", "hopper", "utility"):
     os.makedirs(f"{FOLDER}/{folder}", exist_ok=True)
 for path in REPLACED:
@@ -85,6 +85,7 @@ ASSEMBLY = [
     ("sub.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[1]}, 0xbc00bc00, {i[0]});"),
     ("fma.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, {i[2]});"),
     ("fma.rn.bf16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::BF16>({i[0]}, {i[1]}, {i[2]});"),
+    ("mov.b32 {low, high}", lambda o, i: f"{o[0]} = emu_e4m3x2({i[0]} & 0xffff); {o[1]} = emu_e4m3x2({i[0]} >> 16);"),
     ("cvt.rn.f16x2.e4m3x2", lambda o, i: f"{o[0]} = emu_e4m3x2({i[0]});"),
     (
         "@present ld.global",

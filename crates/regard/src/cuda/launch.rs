@@ -256,9 +256,9 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
     }
 }
 
-/// The decode launch of a plan: the kernel for latent caches, with the tensor maps of the keys
-/// unless it copies or converts them one by one, if it can read and write the operands; else the
-/// fallback one.
+/// The decode launch of a plan: the kernel for codes on Hopper, or that for latent caches, with the
+/// tensor maps of the keys unless it copies or converts them one by one, if it can read and write
+/// the operands; else the fallback one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
@@ -267,6 +267,10 @@ pub(super) fn choose_decode<'a>(
 ) -> Option<(&'a Decode, Option<LatentMaps>)> {
     let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let latent = latent.and_then(|latent| {
+        if latent.cache == Cache::Bytes {
+            let caches = [&inputs.k, &inputs.v];
+            return caches.into_iter().all(reads_16_bytes).then_some((latent, None));
+        }
         if problem.key_lists.is_some() || latent.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((latent, None));
         }

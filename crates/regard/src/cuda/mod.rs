@@ -6,6 +6,7 @@
 
 #[cfg(feature = "cuda")]
 mod append;
+mod codes;
 #[cfg(feature = "cuda")]
 mod copy_blocks;
 #[cfg(feature = "cuda")]
@@ -96,7 +97,8 @@ pub struct Launches {
     pub prefill: Option<Prefill>,
     /// Sequences of few.
     pub decode: Option<Decode>,
-    /// Instead of `decode` over a latent cache, if TMA can read the operands.
+    /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the
+    /// operands.
     pub latent: Option<Decode>,
     /// Before and after decode, if sequences share prefixes.
     pub prefix: Option<Prefix>,

@@ -1,6 +1,7 @@
 //! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the
 //! GPU's facts.
 
+use super::codes::{self, CodesDecode};
 use super::latent::{self, LatentDecode};
 use super::prefill::{self, Division};
 use super::prefix;
@@ -100,10 +101,68 @@ fn select_latent_or_decode(
     machine: &Machine,
 ) -> Result<Selection<Launches>, Refusal> {
     let decode = select_decode(problem, facts, machine)?;
+    if let Some(codes) = codes::select(problem, facts) {
+        return Ok(with_codes(problem, decode, codes));
+    }
     Ok(match latent::select(problem, facts) {
         Some(latent) => with_latent(problem, decode, latent),
         None => decode,
     })
+}
+
+/// Decode with a kernel over codes that multiplies by WGMMA, for operands that it can read.
+fn with_codes(
+    problem: &Problem,
+    general: Selection<Launches>,
+    CodesDecode { decode: codes, workspace_bytes }: CodesDecode,
+) -> Selection<Launches> {
+    let Selection { choice, backend: launches, .. } = general;
+    let (keys, rows) = (codes.unit_keys as usize, codes.tile_rows as usize);
+    let choice = Choice {
+        kernel: Kernel::Cuda(codes.launch.module),
+        tile_keys: keys,
+        block_rows: rows,
+        reason: format!(
+            "{} rows per key/value head, tiles of {rows} rows, for which each code is converted \
+             once; {} warpgroups per CTA, K tiles of {keys} keys; {} where rows do not start at \
+             multiples of 16 bytes",
+            packed_rows(problem),
+            codes.key_groups,
+            choice.kernel.name(),
+        ),
+    };
+    let units = problem.kv_len.div_ceil(keys).max(1);
+    let split = Split {
+        keys,
+        count: units,
+        parallel: true,
+        reason: format!(
+            "stream-K: {} tiles of up to {units} units over {} CTAs",
+            tiles(problem, rows),
+            codes.launch.grid[0]
+        ),
+    };
+    let backend = instead_of_decode(problem, launches, codes, workspace_bytes);
+    Selection { choice, split, backend }
+}
+
+/// The launches with a kernel for Hopper before decode's, which runs operands that it cannot read.
+fn instead_of_decode(
+    problem: &Problem,
+    launches: Launches,
+    hopper: Decode,
+    workspace_bytes: usize,
+) -> Launches {
+    // The fallback has no schedule: layers of a step may have operands for either. The schedule of
+    // the kernel for Hopper follows the partial states of both.
+    let decode = launches.decode.map(|decode| Decode { schedule: None, ..decode });
+    let end = launches.workspace_bytes.max(workspace_bytes);
+    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&hopper.launch, end));
+    let ctas = hopper.launch.grid[0] as usize;
+    let workspace_bytes =
+        schedule.map_or(end, |schedule| schedule.at.saturating_add(ctas * SCHEDULED_BYTES));
+    let hopper = Decode { schedule, ..hopper };
+    Launches { latent: Some(hopper), decode, workspace_bytes, ..launches }
 }
 
 /// Decode with a kernel for latent caches, for operands that it can read.
@@ -139,16 +198,7 @@ fn with_latent(
             latent.ctas_per_tile
         ),
     };
-    // The fallback has no schedule: layers of a step may have operands for either. The schedule of
-    // the kernel for latent caches follows the partial states of both.
-    let decode = launches.decode.map(|decode| Decode { schedule: None, ..decode });
-    let end = launches.workspace_bytes.max(workspace_bytes);
-    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&latent.launch, end));
-    let ctas = latent.launch.grid[0] as usize;
-    let workspace_bytes =
-        schedule.map_or(end, |schedule| schedule.at.saturating_add(ctas * SCHEDULED_BYTES));
-    let latent = Decode { schedule, ..latent };
-    let backend = Launches { latent: Some(latent), decode, workspace_bytes, ..launches };
+    let backend = instead_of_decode(problem, launches, latent, workspace_bytes);
     Selection { choice, split, backend }
 }
 

@@ -4,6 +4,7 @@
 //! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
 //! nothing else of the crate.
 
+pub mod codes;
 mod latent;
 mod name;
 mod prefill;
@@ -59,6 +60,8 @@ pub enum Family {
     Decode,
     /// The same over latent caches, with WGMMA and TMA: values are the first dims of keys.
     DecodeLatent,
+    /// The same over codes, with WGMMA: each code is converted once for all rows of a tile.
+    DecodeCodes,
     /// The rows of prefix groups over their shared prefix, with `mma.sync`.
     PrefixSm80,
     /// The same with WGMMA and TMA.
@@ -217,6 +220,8 @@ pub struct DecodeConfig {
     pub tile_rows: usize,
     /// Whether each row has a list of the keys that it attends to.
     pub lists: bool,
+    /// Whether codes are multiplied by WGMMA: of [`Family::DecodeCodes`].
+    pub wgmma: bool,
 }
 
 /// The configuration of a prefill module.
@@ -295,6 +300,7 @@ impl Family {
         match self {
             Family::Decode => "decode.cu",
             Family::DecodeLatent => "decode_latent_sm90.cu",
+            Family::DecodeCodes => "decode_codes_sm90.cu",
             Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefixSm90 => "prefix_sm90.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
@@ -309,7 +315,7 @@ impl Family {
     /// The name of all its modules, or what their names start with.
     pub const fn name(self) -> &'static str {
         match self {
-            Family::Decode | Family::DecodeLatent => "decode",
+            Family::Decode | Family::DecodeLatent | Family::DecodeCodes => "decode",
             Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
             Family::PrefixSm80 | Family::PrefixSm90 => "prefix",
             Family::Append => "append",
@@ -323,6 +329,7 @@ impl Family {
     pub const fn uses_wgmma(self) -> bool {
         match self {
             Family::DecodeLatent
+            | Family::DecodeCodes
             | Family::PrefixSm90
             | Family::PrefillSm90
             | Family::PrefillSm90Wide => true,
@@ -428,7 +435,11 @@ impl DecodeConfig {
 
     /// The source that it is compiled from.
     pub const fn family(&self) -> Family {
-        if self.cache.is_latent() { Family::DecodeLatent } else { Family::Decode }
+        match self.cache.is_latent() {
+            true => Family::DecodeLatent,
+            false if self.wgmma => Family::DecodeCodes,
+            false => Family::Decode,
+        }
     }
 
     const fn name(&self, architecture: Architecture) -> Name {
@@ -437,6 +448,7 @@ impl DecodeConfig {
         let name = name.text(if self.lists { "lists" } else { self.operands.build_name() });
         name.text(match architecture {
             Architecture::Compute80 => "",
+            Architecture::Compute90a if self.wgmma => "_sm90a",
             Architecture::Compute90 | Architecture::Compute90a => "_sm90",
         })
     }
@@ -449,6 +461,14 @@ impl DecodeConfig {
             defines.push(("LISTS", 1));
         }
         match self.cache {
+            Cache::Bytes if self.wgmma => {
+                defines.extend([
+                    ("MAX_THREADS", 128), // states are combined by the groups of a CTA, 128 each
+                    ("CACHE", self.cache.number()),
+                    ("THREADS", 128 * codes::CODES_GROUPS),
+                    ("RING_STAGES", codes::CODES_STAGES),
+                ]);
+            }
             Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
@@ -572,7 +592,7 @@ mod tests {
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
             // Modules for latent caches fall back to the modules for elements, or for any format.
-            if config.cache.is_latent() {
+            if config.cache.is_latent() || config.wgmma {
                 continue;
             }
             let operands = Operands { build: Build::Fallback, ..config.operands };

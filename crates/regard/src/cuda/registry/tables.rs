@@ -40,7 +40,13 @@ impl Rows {
         architecture: Architecture,
     ) -> Module {
         let operands = self.operands(head_dim, value_dim, build);
-        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows, lists: false };
+        let config = DecodeConfig {
+            operands,
+            cache: Cache::Elements,
+            tile_rows,
+            lists: false,
+            wgmma: false,
+        };
         Module::new(Config::Decode(config), architecture)
     }
 
@@ -58,7 +64,7 @@ impl Rows {
             Specialized => Compute90,
             Fallback => Compute80,
         };
-        let config = DecodeConfig { operands, cache, tile_rows, lists: false };
+        let config = DecodeConfig { operands, cache, tile_rows, lists: false, wgmma: false };
         Module::new(Config::Decode(config), architecture)
     }
 
@@ -66,7 +72,14 @@ impl Rows {
     /// lists of keys.
     const fn latent(&self, cache: Cache, tile_rows: usize, lists: bool) -> Module {
         let operands = self.operands(576, 512, Specialized);
-        let config = DecodeConfig { operands, cache, tile_rows, lists };
+        let config = DecodeConfig { operands, cache, tile_rows, lists, wgmma: false };
+        Module::new(Config::Decode(config), Compute90a)
+    }
+
+    /// A decode module over codes with WGMMA, for Hopper: storage, head dim, query rows per tile.
+    const fn codes(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
+        let operands = self.operands(dims, dims, Specialized);
+        let config = DecodeConfig { operands, cache, tile_rows, lists: false, wgmma: true };
         Module::new(Config::Decode(config), Compute90a)
     }
 
@@ -74,7 +87,7 @@ impl Rows {
     /// rows per tile.
     const fn lists(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
         let operands = self.operands(dims, dims, Fallback);
-        let config = DecodeConfig { operands, cache, tile_rows, lists: true };
+        let config = DecodeConfig { operands, cache, tile_rows, lists: true, wgmma: false };
         Module::new(Config::Decode(config), Compute80)
     }
 
@@ -440,7 +453,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 31] = [
+const LISTS: [List; 33] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -460,6 +473,8 @@ const LISTS: [List; 31] = [
     base(&UTILITIES),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),
+    eight_bit(&[F16.codes(Cache::Bytes, 128, 32).must_not_spill()]),
+    eight_bit(&[BF16.codes(Cache::Bytes, 128, 32).must_not_spill()]),
     eight_bit(&F16.decode_blocks(Cache::Q8_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),

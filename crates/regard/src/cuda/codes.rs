@@ -1,0 +1,192 @@
+//! Decode over codes on Hopper with WGMMA: which problems have it, and how it is launched.
+
+use super::registry::codes::{CODES_GROUPS, CODES_TILE_KEYS};
+use super::registry::{self, DecodeConfig, Element, Module};
+use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
+use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
+use crate::machine::CudaFacts;
+use crate::problem::{Problem, QueryStorage};
+
+/// Rows per CTA of the kernel that combines partial states: one per warp.
+const COMBINE_ROWS: usize = 8;
+
+/// Rows per key/value head that `mma.sync` reads codes for as fast as memory brings them.
+const FEW_ROWS: usize = 8;
+
+/// A decode launch over codes.
+pub(super) struct CodesDecode {
+    pub decode: Decode,
+    /// Bytes of its workspace, the counters included.
+    pub workspace_bytes: usize,
+}
+
+/// The decode launch for a problem over codes; `None` if no such module takes it on this GPU.
+/// Operands whose rows do not start at multiples of 16 bytes run without it.
+pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode> {
+    if !is_suitable(problem) {
+        return None;
+    }
+    let (module, config) = find_module(problem, facts)?;
+    let tiles = tiles(problem, config.tile_rows);
+    let (ctas_per_multiprocessor, key_groups) = occupancy(tiles, facts);
+    let unit_bytes = CODES_TILE_KEYS * (problem.head_dim + problem.value_dim);
+    let start_units = start_units(unit_bytes);
+    let units = problem.kv_len.div_ceil(CODES_TILE_KEYS);
+    let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
+        .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
+    let ctas = tiles.saturating_mul(units + start_units).clamp(1, max_ctas);
+    let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
+    let partials_end = COUNTER_BYTES + ctas * 2 * partial_bytes;
+    let combines = 2 * tiles <= ctas && problem.queries == QueryStorage::Batched;
+    let combine = combines.then(|| Combine {
+        launch: Launch {
+            module: module.name(),
+            entry: "combine",
+            grid: [tiles as u32, (config.tile_rows / COMBINE_ROWS) as u32, 1],
+            threads: (32 * COMBINE_ROWS) as u32,
+            shared_bytes: 0,
+        },
+        at: partials_end,
+    });
+    let decode = Decode {
+        launch: Launch {
+            module: module.name(),
+            entry: "decode",
+            grid: [ctas as u32, 1, 1],
+            threads: (128 * key_groups) as u32,
+            shared_bytes: config.codes_shared_bytes(key_groups) as u32,
+        },
+        fallback: module.name(),
+        max_query_len: i32::MAX,
+        partials_per_cta: 2,
+        key_groups: key_groups as i32,
+        tile_rows: config.tile_rows as i32,
+        ctas_per_tile: 1,
+        unit_keys: CODES_TILE_KEYS as i32,
+        start_units: start_units as i32,
+        exact_dims: true,
+        cache: config.cache,
+        combine,
+        schedule: None,
+    };
+    let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
+    Some(CodesDecode { decode, workspace_bytes: partials_end + ranges })
+}
+
+/// CTAs per multiprocessor, and groups of a CTA: one large CTA where there are few tiles, else
+/// small ones, of which one starts or ends a tile while the other reads.
+fn occupancy(tiles: usize, facts: &CudaFacts) -> (usize, usize) {
+    match tiles / facts.multiprocessors.max(1) {
+        0 | 1 => (1, CODES_GROUPS),
+        _ => (CODES_GROUPS, 1),
+    }
+}
+
+/// Whether a problem has what these modules are for: codes of a byte, plain scores, runs of 16 keys
+/// that are neighbours in memory, and more rows than convert codes as they are multiplied.
+fn is_suitable(problem: &Problem) -> bool {
+    problem.key_dtype.is_code()
+        && problem.value_dtype.is_code()
+        && packed_rows(problem) > FEW_ROWS
+        && problem.variant.has_unmodified_scores()
+        && problem.variant.has_even_ranges()
+        && problem.rotary_dim == 0
+        && problem.key_lists.is_none()
+        // The splits of a batch-invariant result are those of every other module.
+        && !problem.batch_invariant
+        && page_aligned_16(problem)
+}
+
+/// The module for a problem.
+fn find_module(
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> Option<(&'static Module, &'static DecodeConfig)> {
+    registry::decode_modules().find(|(module, config)| {
+        config.wgmma
+            && config.operands.element == Element::from_dtype(problem.dtype)
+            && config.operands.has_dims(problem.head_dim, problem.value_dim)
+            && module.runs_on(facts.compute_capability)
+            && config.codes_shared_bytes(CODES_GROUPS) <= facts.shared_bytes
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use crate::dtype::DType;
+    use crate::machine::{Device, Machine};
+    use crate::problem::KvStorage;
+
+    fn facts(name: &str) -> CudaFacts {
+        match name.parse::<Machine>().unwrap().device {
+            Device::Cuda(facts) => facts,
+            _ => unreachable!("{name} is a GPU"),
+        }
+    }
+
+    /// Verification of 8 tokens over e4m3.
+    fn problem(batch: usize) -> Problem {
+        Problem {
+            batch,
+            query_heads: 32,
+            kv_heads: 8,
+            query_len: 8,
+            kv_len: 8192,
+            key_dtype: DType::E4M3,
+            value_dtype: DType::E4M3,
+            ..Problem::new(DType::BF16, 128)
+        }
+    }
+
+    #[test]
+    fn groups_of_many_tiles_have_ctas_of_their_own() {
+        let launch = |batch| {
+            let decode = select(&problem(batch), &facts("h200")).unwrap().decode;
+            (decode.launch.module, decode.launch.threads, decode.launch.grid[0])
+        };
+        let name = "decode_bf16_128_128_bytes_r32_plain_sm90a";
+        assert_eq!(launch(1), (name, 256, 132));
+        assert_eq!(launch(64), (name, 128, 264));
+    }
+
+    #[test]
+    fn both_occupancies_fit_into_a_multiprocessor() {
+        for (_, config) in registry::decode_modules().filter(|(_, config)| config.wgmma) {
+            let (large, small) = (config.codes_shared_bytes(2), config.codes_shared_bytes(1));
+            assert!(large <= 227 << 10 && 2 * (small + 1024) <= 228 << 10, "{large} {small}");
+        }
+    }
+
+    #[test]
+    fn a_few_tiles_have_a_kernel_that_combines_their_parts() {
+        let combine = |batch| {
+            let decode = select(&problem(batch), &facts("h200")).unwrap().decode;
+            decode.combine.map(|combine| combine.launch.grid)
+        };
+        assert_eq!(combine(1), Some([8, 4, 1]));
+        assert_eq!(combine(64), None);
+    }
+
+    #[test]
+    fn the_other_kernels_keep_what_is_theirs() {
+        let refused = |change: fn(&mut Problem), machine: &str| {
+            let mut problem = problem(8);
+            change(&mut problem);
+            select(&problem, &facts(machine)).is_none()
+        };
+        assert!(!refused(|_| (), "h200"));
+        assert!(!refused(|problem| problem.value_dtype = DType::I8, "h200"));
+        assert!(!refused(|problem| problem.keys = KvStorage::Paged { block_size: 16 }, "h200"));
+        assert!(refused(|_| (), "a100"));
+        assert!(refused(|problem| problem.query_len = 2, "h200"));
+        assert!(refused(|problem| problem.batch_invariant = true, "h200"));
+        assert!(refused(|problem| problem.variant.softcap = true, "h200"));
+        assert!(refused(|problem| problem.keys = KvStorage::Paged { block_size: 8 }, "h200"));
+        assert!(refused(|problem| problem.key_dtype = DType::BF16, "h200"));
+        assert!(refused(|problem| problem.value_dtype = DType::Q8_0, "h200"));
+        assert!(refused(|problem| problem.value_dim = 64, "h200"));
+        assert!(refused(|problem| problem.dtype = DType::F32, "h200"));
+    }
+}
