@@ -1,6 +1,5 @@
 //! Decode over codes on Hopper with WGMMA: which problems have it, and how it is launched.
 
-use super::registry::codes::{CODES_GROUPS, CODES_TILE_KEYS};
 use super::registry::{self, DecodeConfig, Element, Module};
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
@@ -29,9 +28,9 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
     let (module, config) = find_module(problem, facts)?;
     let tiles = tiles(problem, config.tile_rows);
     let (ctas_per_multiprocessor, key_groups) = occupancy(tiles, facts);
-    let unit_bytes = CODES_TILE_KEYS * (problem.head_dim + problem.value_dim);
+    let unit_bytes = DecodeConfig::CODES_TILE_KEYS * (problem.head_dim + problem.value_dim);
     let start_units = start_units(unit_bytes);
-    let units = problem.kv_len.div_ceil(CODES_TILE_KEYS);
+    let units = problem.kv_len.div_ceil(DecodeConfig::CODES_TILE_KEYS);
     let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
         .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
     let ctas = tiles.saturating_mul(units + start_units).clamp(1, max_ctas);
@@ -62,7 +61,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
         key_groups: key_groups as i32,
         tile_rows: config.tile_rows as i32,
         ctas_per_tile: 1,
-        unit_keys: CODES_TILE_KEYS as i32,
+        unit_keys: DecodeConfig::CODES_TILE_KEYS as i32,
         start_units: start_units as i32,
         exact_dims: true,
         cache: config.cache,
@@ -77,8 +76,8 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
 /// small ones, of which one starts or ends a tile while the other reads.
 fn occupancy(tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     match tiles / facts.multiprocessors.max(1) {
-        0 | 1 => (1, CODES_GROUPS),
-        _ => (CODES_GROUPS, 1),
+        0 | 1 => (1, DecodeConfig::CODES_GROUPS),
+        _ => (DecodeConfig::CODES_GROUPS, 1),
     }
 }
 
@@ -107,7 +106,7 @@ fn find_module(
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
-            && config.codes_shared_bytes(CODES_GROUPS) <= facts.shared_bytes
+            && config.codes_shared_bytes(DecodeConfig::CODES_GROUPS) <= facts.shared_bytes
     })
 }
 

@@ -624,9 +624,8 @@ impl Run<'_> {
             // SAFETY: passed on.
             unsafe { self.prefix(call, &call.schedule)? };
         }
-        // The schedule of the kernel for latent caches, for any operands: layers may have
-        // others.
-        let decode = self.launches.latent.as_ref().or(self.launches.decode.as_ref());
+        // The schedule of the kernel for Hopper, for any operands: layers may have others.
+        let decode = self.launches.hopper_decode.as_ref().or(self.launches.decode.as_ref());
         let Some(decode) = decode else { return Ok(()) };
         let Some(schedule) = &decode.schedule else { return Ok(()) };
         let DecodeCall { parameters, .. } = self.decode_call(decode, prefix.as_ref(), true);

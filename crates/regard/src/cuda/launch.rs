@@ -265,19 +265,19 @@ pub(super) fn choose_decode<'a>(
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Option<(&'a Decode, Option<LatentMaps>)> {
-    let latent = launches.latent.as_ref().filter(|_| writes_16_bytes(&outputs.out));
-    let latent = latent.and_then(|latent| {
-        if latent.cache == Cache::Bytes {
+    let hopper = launches.hopper_decode.as_ref().filter(|_| writes_16_bytes(&outputs.out));
+    let hopper = hopper.and_then(|hopper| {
+        if hopper.cache == Cache::Bytes {
             let caches = [&inputs.k, &inputs.v];
-            return caches.into_iter().all(reads_16_bytes).then_some((latent, None));
+            return caches.into_iter().all(reads_16_bytes).then_some((hopper, None));
         }
-        if problem.key_lists.is_some() || latent.cache == Cache::Mla656 {
-            return copies_16_bytes(inputs).then_some((latent, None));
+        if problem.key_lists.is_some() || hopper.cache == Cache::Mla656 {
+            return copies_16_bytes(inputs).then_some((hopper, None));
         }
-        let maps = describe_latent(problem, latent, inputs)?;
-        Some((latent, Some(maps)))
+        let maps = describe_latent(problem, hopper, inputs)?;
+        Some((hopper, Some(maps)))
     });
-    latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
+    hopper.or(launches.decode.as_ref().map(|decode| (decode, None)))
 }
 
 /// Whether queries and keys, in both parts and of a second cache too, start at multiples of 16

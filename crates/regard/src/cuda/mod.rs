@@ -99,7 +99,7 @@ pub struct Launches {
     pub decode: Option<Decode>,
     /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the
     /// operands.
-    pub latent: Option<Decode>,
+    pub hopper_decode: Option<Decode>,
     /// Before and after decode, if sequences share prefixes.
     pub prefix: Option<Prefix>,
     /// Bytes of the workspace, the counters at its start included ([`COUNTER_BYTES`]).
@@ -241,7 +241,8 @@ impl Launches {
     /// CTAs of the largest launch.
     pub fn ctas(&self) -> usize {
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
-        let decode = self.latent.as_ref().or(self.decode.as_ref()).map(|decode| decode.launch);
+        let decode =
+            self.hopper_decode.as_ref().or(self.decode.as_ref()).map(|decode| decode.launch);
         let ctas = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
         prefill.into_iter().chain(decode).map(ctas).max().unwrap_or(0)
     }
@@ -250,7 +251,7 @@ impl Launches {
     pub fn in_order(&self) -> impl Iterator<Item = Launch> {
         let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
-        let decode = self.latent.as_ref().or(self.decode.as_ref());
+        let decode = self.hopper_decode.as_ref().or(self.decode.as_ref());
         let combine = decode.and_then(|decode| decode.combine).map(|combine| combine.launch);
         let decode = decode.map(|decode| decode.launch);
         let prefix = self.prefix.iter();
@@ -289,7 +290,8 @@ impl Launches {
                 [(module, decode.launch.entry)].into_iter().chain(combine)
             })
         });
-        let schedule = self.decode.iter().chain(&self.latent).filter_map(|decode| decode.schedule);
+        let schedule =
+            self.decode.iter().chain(&self.hopper_decode).filter_map(|decode| decode.schedule);
         let schedule = schedule.map(|schedule| (schedule.launch.module, schedule.launch.entry));
         let prefix = self.prefix.iter().flat_map(|prefix| {
             let launches = [prefix.schedule, prefix.kernel, prefix.merge];

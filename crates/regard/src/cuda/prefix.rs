@@ -191,7 +191,7 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     let Some(decode) = &launches.decode else {
         return Err("all sequences are prefill's".to_string());
     };
-    if launches.latent.as_ref().is_some_and(|decode| decode.cache.is_latent()) {
+    if launches.hopper_decode.as_ref().is_some_and(|decode| decode.cache.is_latent()) {
         return Err("values are the first dims of keys".to_string());
     }
     if problem.key_dtype != problem.dtype || problem.value_dtype != problem.dtype {

@@ -70,7 +70,7 @@ fn select_flat(
     check_limits(problem, facts)
         .map_err(|reason| Refusal { machine: machine.to_string(), reason })?;
     if let Some(rows) = problem.listed_rows() {
-        return select_latent_or_decode(&rows, facts, machine);
+        return select_decode_only(&rows, facts, machine);
     }
     match prefill::division(problem) {
         Division::Prefill => {
@@ -90,12 +90,12 @@ fn select_flat(
         }
         Division::Decode => {}
     }
-    select_latent_or_decode(problem, facts, machine)
+    select_decode_only(problem, facts, machine)
 }
 
-/// A problem whose sequences all run in decode: with the kernel for latent caches, if it is one for
-/// it.
-fn select_latent_or_decode(
+/// A problem whose sequences all run in decode: with a kernel for Hopper over codes or a latent
+/// cache, if there is one for it.
+fn select_decode_only(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
@@ -162,7 +162,7 @@ fn instead_of_decode(
     let workspace_bytes =
         schedule.map_or(end, |schedule| schedule.at.saturating_add(ctas * SCHEDULED_BYTES));
     let hopper = Decode { schedule, ..hopper };
-    Launches { latent: Some(hopper), decode, workspace_bytes, ..launches }
+    Launches { hopper_decode: Some(hopper), decode, workspace_bytes, ..launches }
 }
 
 /// Decode with a kernel for latent caches, for operands that it can read.

@@ -2,16 +2,16 @@
 
 use super::{DecodeConfig, Operands};
 
-/// Keys per K tile of a group, which is a warpgroup.
-pub const CODES_TILE_KEYS: usize = 64;
-
-/// Maximum groups of a CTA: a thread takes up to 255 registers.
-pub const CODES_GROUPS: usize = 2;
-
-/// Pipeline stages of a group.
-pub const CODES_STAGES: usize = 4;
-
 impl DecodeConfig {
+    /// Keys per K tile of a group, which is a warpgroup, over codes with WGMMA.
+    pub const CODES_TILE_KEYS: usize = 64;
+
+    /// Maximum groups of a CTA over codes with WGMMA: a thread takes up to 255 registers.
+    pub const CODES_GROUPS: usize = 2;
+
+    /// Pipeline stages of a group over codes with WGMMA.
+    pub const CODES_STAGES: usize = 4;
+
     /// Dynamic shared memory of a CTA with this many groups over codes with WGMMA: the layout of
     /// `codes_shape.cuh`.
     pub const fn codes_shared_bytes(&self, groups: usize) -> usize {
@@ -19,10 +19,11 @@ impl DecodeConfig {
         let facts = (1024 + 128 * rows).next_multiple_of(1024);
         let queries = head_dim / 64 * rows * 128;
         // Numbers of rows that warps exchange, powers of weights, and the tile.
-        let exchange = (CODES_GROUPS * 5 * rows * 4 + 256).next_multiple_of(1024);
+        let exchange = (Self::CODES_GROUPS * 5 * rows * 4 + 256).next_multiple_of(1024);
         // Codes, and a scale of each key and value.
         let pitches = head_dim.next_multiple_of(128) + value_dim.next_multiple_of(128);
-        let stages = (CODES_STAGES * CODES_TILE_KEYS * (pitches + 8)).next_multiple_of(1024);
+        let stages =
+            (Self::CODES_STAGES * Self::CODES_TILE_KEYS * (pitches + 8)).next_multiple_of(1024);
         facts + queries + exchange + groups * (2 * rows * 128 + stages)
     }
 }

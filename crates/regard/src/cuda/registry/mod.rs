@@ -4,7 +4,7 @@
 //! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
 //! nothing else of the crate.
 
-pub mod codes;
+mod codes;
 mod latent;
 mod name;
 mod prefill;
@@ -494,8 +494,8 @@ impl DecodeConfig {
                 defines.extend([
                     ("MAX_THREADS", 128), // states are combined by the groups of a CTA, 128 each
                     ("CACHE", self.cache.number()),
-                    ("THREADS", 128 * codes::CODES_GROUPS),
-                    ("RING_STAGES", codes::CODES_STAGES),
+                    ("THREADS", 128 * DecodeConfig::CODES_GROUPS),
+                    ("RING_STAGES", DecodeConfig::CODES_STAGES),
                 ]);
             }
             Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),
