@@ -4,7 +4,9 @@ use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
 use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
-use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem, Values};
+use regard::{
+    CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem, Values, Window,
+};
 
 /// CUDA modules that compute attention, planned for GPUs of all kinds.
 #[derive(Debug, Clone)]
@@ -137,11 +139,21 @@ const PREFILL: [[usize; 5]; 9] = [
     [200, 1, 1, 1100, 1],
 ];
 
+/// Shapes that the prefill kernel for short windows takes: four heads and more per key/value head,
+/// in part of an item and in several.
+const WINDOWED: [[usize; 5]; 4] =
+    [[40, 4, 1, 90, 3], [70, 8, 2, 130, 3], [200, 5, 1, 330, 1], [140, 16, 2, 600, 2]];
+
+/// A window that it takes.
+const SHORT_WINDOW: Window = Window { left: Some(60), right: Some(20) };
+
 fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let operands = module.operands()?;
     let (head_dim, value_dim) = (operands.head_dim, operands.value_dim);
+    let is_for_windows = module.family() == Family::PrefillSm90Window;
     let (shapes, page_keys) = match &module.config {
         Config::Prefix(_) => return None,
+        Config::Prefill(prefill) if is_for_windows => (WINDOWED.to_vec(), prefill.box_keys()),
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(config) if config.lists && config.cache.is_latent() => {
             ([&DECODE[..], &WIDE_GROUPS].concat(), 64)
@@ -169,6 +181,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         },
         lists: matches!(module.config, Config::Decode(config) if config.lists),
         page_lists: matches!(module.config, Config::Decode(config) if config.takes_page_lists()),
+        window: if is_for_windows { SHORT_WINDOW } else { Window::default() },
         dims,
         shapes,
         page_keys,
@@ -250,6 +263,7 @@ impl Backend for Cuda {
             values: Values::Separate,
             lists: false,
             page_lists: false,
+            window: Window::default(),
             dims: vec![(64, 64), (128, 128)],
             shapes: PREFILL.to_vec(),
             page_keys: 64,

@@ -3,7 +3,7 @@
 
 use super::{Backend, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Spec};
-use regard::{DType, Device, Error, Machine, MetalFacts, Plan, Values, metal};
+use regard::{DType, Device, Error, Machine, MetalFacts, Plan, Values, Window, metal};
 use std::collections::BTreeMap;
 
 /// Metal pipelines that compute attention. A name is a function of the source and, except for
@@ -61,6 +61,7 @@ impl Backend for Metal {
                     values: Values::Separate,
                     lists: false,
                     page_lists: false,
+                    window: Window::default(),
                     dims: dims.to_vec(),
                     shapes: SHAPES.to_vec(),
                     page_keys: 64,

@@ -18,7 +18,7 @@ pub use search::{Coverage, Covered, cover};
 use crate::check::{Checker, Failure};
 use crate::{CacheSpec, Case, Output, Spec};
 use regard::oracle::Agreement;
-use regard::{DType, Error, Inputs, Machine, Outputs, Values};
+use regard::{DType, Error, Inputs, Machine, Outputs, Values, Window};
 
 /// A kernel to be covered, and the problems to try it with.
 #[derive(Debug, Clone)]
@@ -33,6 +33,8 @@ pub struct Subject {
     pub lists: bool,
     /// Whether these are lists of pages.
     pub page_lists: bool,
+    /// Its rows' window, if it runs with a short one only.
+    pub window: Window,
     /// Head dims of keys and of values to try: the dims that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.

@@ -207,6 +207,7 @@ impl Search<'_> {
         let mut spec = base.dims(head_dim, value_dim).dtype(self.subject.types[types].queries);
         spec.cache = self.subject.types[types].cache;
         spec.values = self.subject.values;
+        spec.window = self.subject.window;
         if self.subject.lists {
             spec = add(Feature::KeyLists, spec, self.subject.page_keys)?;
         }
