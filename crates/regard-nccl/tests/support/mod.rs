@@ -2,9 +2,13 @@
 
 #![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
+pub mod decode;
+pub mod ring;
+
 use regard::cpu::{Cpu, Inline};
-use regard::{Float, bf16, f16};
-use regard_nccl::{Rank, Simulated};
+use regard::{Error, Float, Tensor, TensorMut, bf16, f16};
+use regard_nccl::{Device, Rank, Simulated};
+use std::cell::RefCell;
 use std::time::Duration;
 
 /// A rank of the tests.
@@ -49,6 +53,78 @@ impl Random {
         let unit = |x: u64| (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(|_| T::from_f32(unit(self.next()))).collect()
     }
+}
+
+/// A device whose results the tests read.
+pub trait TestDevice: Device {
+    /// Bytes of a buffer, of which all work is done.
+    fn read(&self, buffer: &mut Self::Buffer, bytes: &mut [u8]);
+}
+
+impl TestDevice for Cpu {
+    fn read(&self, buffer: &mut Self::Buffer, bytes: &mut [u8]) {
+        let from = self.address(buffer) as *const u8;
+        // SAFETY: the buffer has as many bytes, which nothing writes.
+        bytes.copy_from_slice(unsafe { std::slice::from_raw_parts(from, bytes.len()) });
+    }
+}
+
+/// Copies of operands in a device's memory.
+pub struct Operands<'d, D: Device> {
+    device: &'d D,
+    buffers: RefCell<Vec<D::Buffer>>,
+}
+
+impl<'d, D: Device> Operands<'d, D> {
+    pub fn new(device: &'d D) -> Operands<'d, D> {
+        Operands { device, buffers: RefCell::default() }
+    }
+
+    /// A copy of a tensor that is contiguous, but for the order of its dimensions.
+    pub fn copy<'a>(&'a self, tensor: &Tensor) -> Result<Tensor<'a, D::Memory>, Error> {
+        let bytes = tensor.len() * tensor.dtype().size();
+        // SAFETY: the tensor's elements are as many bytes, one after the other.
+        let contents = unsafe { std::slice::from_raw_parts(tensor.as_ptr(), bytes) };
+        let mut buffer = self.device.allocate(bytes)?;
+        self.device.write(&mut buffer, contents)?;
+        let address = self.device.address(&mut buffer);
+        self.buffers.borrow_mut().push(buffer);
+        // SAFETY: the buffer lives as long as `self`, and nothing writes it.
+        unsafe { D::tensor(address, tensor.dtype(), tensor.shape(), Some(tensor.strides())) }
+    }
+}
+
+/// Numbers that a device writes; NaN before.
+pub struct Output<'d, T, D: Device> {
+    device: &'d D,
+    buffer: D::Buffer,
+    numbers: Vec<T>,
+}
+
+impl<'d, T: Number, D: TestDevice> Output<'d, T, D> {
+    pub fn new(device: &'d D, count: usize) -> Result<Output<'d, T, D>, Error> {
+        let mut numbers = vec![T::from_f32(f32::NAN); count];
+        let mut buffer = device.allocate(size_of_val(&numbers[..]))?;
+        device.write(&mut buffer, bytes_of(&mut numbers))?;
+        Ok(Output { device, buffer, numbers })
+    }
+
+    pub fn view(&mut self, shape: &[usize]) -> Result<TensorMut<'_, D::Memory>, Error> {
+        let address = self.device.address(&mut self.buffer);
+        // SAFETY: the buffer has as many numbers; they are read when the work is done.
+        unsafe { D::tensor_mut(address, T::DTYPE, shape, None) }
+    }
+
+    pub fn read(mut self) -> Result<Vec<T>, Error> {
+        self.device.read(&mut self.buffer, bytes_of(&mut self.numbers));
+        Ok(self.numbers)
+    }
+}
+
+fn bytes_of<T: Number>(numbers: &mut [T]) -> &mut [u8] {
+    let bytes = size_of_val(numbers);
+    // SAFETY: numbers are that many bytes, and all bytes are numbers.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), bytes) }
 }
 
 /// Runs `work` on every rank of a group, each on a thread; results in the order of ranks.

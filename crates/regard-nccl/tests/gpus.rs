@@ -1,0 +1,246 @@
+//! The laws of several ranks on GPUs, over NCCL: n GPUs give what the oracle does.
+//!
+//! With fewer than two GPUs, or without NCCL, the tests pass and print SKIPPED. With
+//! `REGARD_CUDA_REQUIRED` set they fail.
+
+#![cfg(feature = "nccl")]
+
+mod support;
+
+use regard::cuda::cudarc::driver::{CudaContext, result};
+use regard::cuda::gpus;
+use regard::oracle::Judge;
+use regard::{DType, KeyLayout, Problem, Window, bf16, f16};
+use regard_nccl::nccl::{DeviceBuffer, GpuRank, GroupId, Nccl, Options as NcclOptions};
+use regard_nccl::{Device, Queries, Rank, RingPrefill, RingSequence};
+use std::sync::{Mutex, MutexGuard};
+use support::ring::{CAUSAL, Law, Options, Whole};
+use support::{Number, TIMEOUT, TestDevice, decode, ring};
+
+type GpuRanks = Rank<GpuRank, Nccl>;
+
+impl TestDevice for GpuRank {
+    fn read(&self, buffer: &mut DeviceBuffer, bytes: &mut [u8]) {
+        let address = self.address(buffer);
+        self.gpu().context().bind_to_thread().unwrap();
+        // SAFETY: the buffer has as many bytes, and all work on it is done.
+        unsafe { result::memcpy_dtoh_sync(bytes, address) }.unwrap();
+    }
+}
+
+/// One group at a time.
+static GROUP: Mutex<()> = Mutex::new(());
+
+/// The number of GPUs, of at least two, and the right to use them.
+fn all_gpus() -> Option<(usize, MutexGuard<'static, ()>)> {
+    let count = gpus().map(|gpus| gpus.len()).map_err(|error| error.to_string());
+    let version = Nccl::version().map_err(|error| error.to_string());
+    let reason = match (count, version) {
+        (Ok(count), Ok(_)) if count > 1 => {
+            return Some((count, GROUP.lock().unwrap_or_else(|poisoned| poisoned.into_inner())));
+        }
+        (Ok(count), Ok(_)) => format!("{count} GPUs"),
+        (Err(reason), _) | (_, Err(reason)) => reason,
+    };
+    let required = std::env::var_os("REGARD_CUDA_REQUIRED").is_some();
+    assert!(!required, "REGARD_CUDA_REQUIRED is set, and there are no two GPUs: {reason}");
+    println!("SKIPPED: needs two GPUs and NCCL: {reason}");
+    None
+}
+
+/// Runs `work` on every GPU, each on a thread; results in the order of ranks.
+fn on_gpus<R: Send>(count: usize, work: impl Fn(GpuRanks) -> R + Sync) -> Vec<R> {
+    let (work, id) = (&work, GroupId::new().unwrap());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count)
+            .map(|number| {
+                scope.spawn(move || {
+                    let context = CudaContext::new(number).unwrap();
+                    // SAFETY: the tests wait for the stream before they read.
+                    unsafe { context.disable_event_tracking() };
+                    let stream = context.new_stream().unwrap();
+                    let options = NcclOptions { timeout: TIMEOUT, ..NcclOptions::default() };
+                    let transport = Nccl::join(&stream, id, (number, count), &options).unwrap();
+                    work(Rank { device: GpuRank::new(stream).unwrap(), transport })
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// A law of ring prefill, its operands and what it is judged by.
+struct RingCase<T> {
+    law: Law,
+    whole: Whole<T>,
+}
+
+impl<T: Number> RingCase<T> {
+    fn all(laws: &[Law]) -> Vec<RingCase<T>> {
+        laws.iter().map(|law| RingCase { law: law.clone(), whole: Whole::new(law) }).collect()
+    }
+
+    fn problem(&self) -> Problem {
+        Problem::from_inputs(&self.whole.inputs(&self.law), T::DTYPE, true).unwrap()
+    }
+}
+
+/// Laws of ring prefill, in one group.
+fn rings_hold<T: Number>(count: usize, laws: &[Law]) {
+    let cases = RingCase::<T>::all(laws);
+    let mut parts = on_gpus(count, |rank| {
+        let of_case = |case: &RingCase<T>| {
+            let mut planned = ring::plan_ring(&case.law, &case.problem(), &rank).unwrap();
+            Some(ring::run_ring(&case.law, &case.whole, &rank, &mut planned).unwrap())
+        };
+        cases.iter().map(of_case).collect::<Vec<_>>()
+    });
+    for (i, case) in cases.iter().enumerate() {
+        let judge = Judge::new(&case.whole.inputs(&case.law), T::DTYPE).unwrap();
+        let of_case = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
+        ring::expect_one(&case.law, &judge, of_case);
+    }
+}
+
+/// Batches, ragged batches, cached prefixes and offsets.
+fn ring_laws(variant: Options) -> [Law; 6] {
+    let at = |query_len, kv_len, q_offset| RingSequence { query_len, kv_len, q_offset };
+    let prompts = [130, 1, 0, 71, 300, 2].map(|len| RingSequence::new(len, len));
+    let prefixes = [(130, 200), (1, 330), (0, 9), (70, 70), (210, 601), (3, 5)];
+    let prefixes = prefixes.map(|(rows, keys)| RingSequence::new(rows, keys));
+    let offsets = [at(130, 200, 0), at(2, 90, -1), at(90, 4, 1), at(110, 300, 250), at(5, 0, 3)];
+    [
+        Law::batch(RingSequence::new(257, 257), 2, variant),
+        Law::batch(RingSequence::new(220, 510), 2, variant),
+        Law::batch(at(20, 9, -4), 1, variant),
+        Law::ragged(prompts.to_vec(), variant),
+        Law::ragged(prefixes.to_vec(), variant),
+        Law::ragged(offsets.to_vec(), variant),
+    ]
+}
+
+#[test]
+fn ring_prefill_of_every_kind_of_sequences() {
+    let Some((count, _gpus)) = all_gpus() else { return };
+    let windows = [(None, None), (Some(60), None), (Some(90), Some(50))];
+    let mut laws = [const { Vec::new() }; 3];
+    for bits in 0..32 {
+        let is = |bit: usize| bits >> bit & 1 == 1;
+        let (left, right) = windows[bits % 3];
+        let variant = Options {
+            causal: is(0),
+            window: Window { left, right },
+            chunk: is(1).then_some(110),
+            alibi: is(2),
+            sinks: is(3),
+            softcap: is(4).then_some(2.0),
+        };
+        for (i, law) in ring_laws(variant).into_iter().enumerate() {
+            laws[(bits + i) % 3].push(law);
+        }
+    }
+    rings_hold::<f32>(count, &laws[0]);
+    rings_hold::<bf16>(count, &laws[1]);
+    rings_hold::<f16>(count, &laws[2]);
+}
+
+/// Sequences that a plan has room for take the place of others.
+#[test]
+fn sequences_of_a_ring_are_replaced() {
+    let Some((count, _gpus)) = all_gpus() else { return };
+    let (short, long) = ([(30, 30), (9, 400), (1, 1)], [(400, 400), (0, 5), (300, 310), (2, 60)]);
+    let law = |lens: &[(usize, usize)]| {
+        let sequences = lens.iter().map(|&(rows, keys)| RingSequence::new(rows, keys));
+        Law::ragged(sequences.collect(), Options { sinks: true, ..CAUSAL })
+    };
+    let cases = RingCase::<bf16>::all(&[law(&short), law(&long), law(&short)]);
+    let bounds = cases[1].problem();
+    let mut parts = on_gpus(count, |rank| {
+        let first = &cases[0].law.sequences;
+        let mut planned = RingPrefill::with_sequences(&rank, &bounds, first).unwrap();
+        let mut of_case = |case: &RingCase<bf16>| {
+            planned.set_sequences(&rank, &case.law.sequences).unwrap();
+            Some(ring::run_ring(&case.law, &case.whole, &rank, &mut planned).unwrap())
+        };
+        cases.iter().map(&mut of_case).collect::<Vec<_>>()
+    });
+    for (i, case) in cases.iter().enumerate() {
+        let judge = Judge::new(&case.whole.inputs(&case.law), DType::BF16).unwrap();
+        let of_case = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
+        ring::expect_one(&case.law, &judge, of_case);
+    }
+}
+
+#[test]
+fn head_parallel_attention() {
+    let Some((count, _gpus)) = all_gpus() else { return };
+    if !ring::HEADS.is_multiple_of(count) {
+        println!("SKIPPED: {} heads do not divide among {count} GPUs", ring::HEADS);
+        return;
+    }
+    let window = Window { left: Some(110), right: None };
+    let variants = [
+        Options { alibi: true, sinks: true, ..CAUSAL },
+        Options { window, alibi: true, ..CAUSAL },
+        Options { chunk: Some(160), softcap: Some(3.0), ..CAUSAL },
+        Options { causal: false, sinks: true, ..CAUSAL },
+    ];
+    for variant in variants {
+        let law = Law::batch(RingSequence::new(60 * count, 60 * count), 1, variant);
+        let law = Law { kv_heads: ring::KV_HEADS, ..law };
+        let whole = Whole::<bf16>::new(&law);
+        let judge = Judge::new(&whole.inputs(&law), DType::BF16).unwrap();
+        let parts = on_gpus(count, |rank| ring::run_heads(&law, &whole, &rank).unwrap());
+        ring::expect_heads(&law, &judge, &parts);
+    }
+}
+
+/// Laws of sharded decode, in one group.
+fn decodes_hold<T: Number>(count: usize, laws: &[decode::Law]) {
+    let wholes: Vec<_> = laws.iter().map(|law| decode::Whole::<T>::new(law, 7)).collect();
+    let cases: Vec<_> = laws.iter().zip(&wholes).collect();
+    let mut parts = on_gpus(count, |rank| {
+        let of_case = |&(law, whole): &(&decode::Law, &decode::Whole<T>)| {
+            Some(decode::run_rank(law, whole, &rank).unwrap())
+        };
+        cases.iter().map(of_case).collect::<Vec<_>>()
+    });
+    for (i, (law, whole)) in cases.into_iter().enumerate() {
+        let keys = decode::Keys::for_shard(law, whole, decode::ONE);
+        let judge = Judge::new(&decode::inputs_of_one(law, whole, &keys), T::DTYPE).unwrap();
+        let of_case = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
+        decode::expect_one(law, &judge, of_case);
+    }
+}
+
+#[test]
+fn sharded_decode() {
+    let Some((count, _gpus)) = all_gpus() else { return };
+    if !decode::HEADS.is_multiple_of(count) {
+        println!("SKIPPED: {} heads do not divide among {count} GPUs", decode::HEADS);
+        return;
+    }
+    let law = decode::Law::new;
+    let window = Window { left: Some(60), right: None };
+    let problems = [
+        law(&[(1, 400)]),
+        law(&[(1, 400), (1, 3), (1, 1), (1, 170)]),
+        decode::Law { softcap: Some(3.0), ..law(&[(9, 330)]) },
+        decode::Law { shift: -300, ..law(&[(6, 280), (6, 350)]) },
+        decode::Law { window, chunk: Some(80), ..law(&[(5, 400), (5, 190)]) },
+        decode::Law { alibi: true, sinks: true, ..law(&[(5, 400), (5, 2)]) },
+        decode::Law { ragged: true, window, ..law(&[(3, 200), (1, 410), (0, 7), (9, 9)]) },
+    ];
+    let mut laws = Vec::new();
+    for problem in problems {
+        for layout in [KeyLayout::Contiguous, KeyLayout::RoundRobin] {
+            for queries in [Queries::Sharded, Queries::Replicated] {
+                for paged in [false, true] {
+                    laws.push(decode::Law { layout, queries, paged, ..problem.clone() });
+                }
+            }
+        }
+    }
+    decodes_hold::<f32>(count, &laws);
+    decodes_hold::<bf16>(count, &laws);
+}
