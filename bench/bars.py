@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws bar charts from the kept result files: `python3 bench/bars.py`.
 
-Writes the README's bench/results/nvidia-h200/bars.svg and bench/results/amd-epyc/bars.svg, and models.svg of docs/bench.md beside the first. Nothing is measured here: the numbers are from
+Writes the README's bench/results/nvidia-h100/bars.svg and bench/results/amd-epyc/bars.svg, and models.svg of docs/bench.md beside the first. Nothing is measured here: the numbers are from
 the result files beside each picture. On the CPU a bar is the round with the median time, as `regard bench --from FILE... --against
 FILE...` takes it; on the GPU it is the mean of the rounds, as in docs/perf/cuda.md."""
 
@@ -64,7 +64,7 @@ def panel(out, x, y, width, title, rows, values, peers, digits):
 def of_models(file, field, scale):
     """The models of a file in its order, and the speed of all layers of each, for each workload."""
     models, values = {}, {}
-    for record in json.loads((RESULTS / "nvidia-h200" / file).read_text()):
+    for record in json.loads((RESULTS / "nvidia-h100" / file).read_text()):
         if record["name"].endswith(" all layers"):
             models[record["model"]] = None
             values[record["model"], record["workload"]] = record[field] / scale
@@ -87,8 +87,8 @@ def picture(file, title, note, peers, panels):
 
 def main():
     files = ["prefill.1.json", "prefill.2.json", "pytorch.prefill.json"]
-    prefill = read("nvidia-h200", files, GPU, "gflops", 1e3, mean)
-    decode = read("nvidia-h200", ["decode.json", "pytorch.json"], GPU, "gbytes_per_second", 1e3, mean)
+    prefill = read("nvidia-h100", files, GPU, "gflops", 1e3, mean)
+    decode = read("nvidia-h100", ["decode.json", "pytorch.json"], GPU, "gbytes_per_second", 1e3, mean)
     shapes = [
         ("dim 64, 2 x 8192", "p8192b2d64", "bf16"),
         ("dim 128, 32 x 512", "p512b32", "bf16"),
@@ -106,8 +106,8 @@ def main():
         ("8 rows x 4096 keys", "v8", "bf16"),
     ]
     picture(
-        "nvidia-h200/bars.svg",
-        "One NVIDIA H200, bf16",
+        "nvidia-h100/bars.svg",
+        "One NVIDIA H100, bf16",
         "cuDNN, FlashAttention 2 and the memory-efficient kernel as PyTorch 2.11 calls them, on the same GPU. Longer is faster.",
         ["regard", "cuDNN", "FlashAttention 2", "memory-efficient"],
         [
@@ -119,9 +119,9 @@ def main():
     models, decode = of_models("models.decode.json", "gbytes_per_second", 1e3)
     prefilled, prefill = of_models("models.prefill.json", "gflops", 1e3)
     picture(
-        "nvidia-h200/models.svg",
-        "Attention of models on one NVIDIA H200, bf16, all layers",
-        "One token of 1 or 8 sequences with 8192 keys each: reading runs at 4.6 TB/s. Prefill of 2048 tokens. Longer is faster.",
+        "nvidia-h100/models.svg",
+        "Attention of models on one NVIDIA H100, bf16, all layers",
+        "One token of 1 or 8 sequences with 8192 keys each: reading runs at 3.1 TB/s. Prefill of 2048 tokens. Longer is faster.",
         ["decode-b1", "decode-b8", "prefill-2k"],
         [
             ("Decode, TB/s of keys and values", models, decode, 2),
