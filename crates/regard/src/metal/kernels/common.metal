@@ -36,7 +36,7 @@ constant bool LSE [[function_constant(14)]];
 constant bool OUT_FLOAT [[function_constant(15)]];
 // Whether every row of queries, keys and values starts at a multiple of 4 elements and is a multiple of 4 long.
 constant bool ALIGNED [[function_constant(16)]];
-// How keys and values are stored: a KvFormat.
+// The storage of keys and values: a KvFormat.
 constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
 // The kind of entries in the lists of keys (decode): 0 where there are none, 1 for positions, 2 for physical

@@ -33,7 +33,7 @@ struct KeyWalk {
     KeyList list;
 };
 
-// How a lane loads keys, or values.
+// The loads of a lane: of keys, or of values.
 struct TokenLoads {
     int format;
     int dims;

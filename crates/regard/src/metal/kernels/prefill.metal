@@ -35,7 +35,7 @@ METAL_FUNC vec<T, 4> load_tile_elements(KeyRow<Stored> row, int dim, int dims, i
     return elements;
 }
 
-// How tiles of keys, or of values, are copied.
+// Copies of tiles: of keys, or of values.
 struct TileCopy {
     int format;
     int dims;
