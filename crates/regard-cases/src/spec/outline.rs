@@ -158,7 +158,7 @@ mod device {
             look: impl FnOnce(&Inputs<DeviceMemory>, &Outputs<DeviceMemory>) -> Result<T, Error>,
         ) -> Result<T, Error> {
             let mut addresses = Addresses(0);
-            let cache = self.place_cache();
+            let cache = self.outline_cache();
             let q_place = self.place_queries(self.head_dim, self.padding, &self.memory.q);
             let q = addresses.tensor(self.dtype, &q_place)?;
             let k = addresses.tensor(self.key_dtype(), &cache.keys)?;
@@ -202,7 +202,7 @@ mod device {
             attention: &mut Attention<Tensor<'static, DeviceMemory>>,
         ) -> Result<(), Error> {
             let Some(second) = self.second_cache() else { return Ok(()) };
-            let cache = second.place_cache();
+            let cache = second.outline_cache();
             let head_major = self.keys_are_head_major();
             let mut pool = |dtype, place: &Place| -> Result<_, Error> {
                 let pool = addresses.tensor(dtype, place)?;
