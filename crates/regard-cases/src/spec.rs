@@ -566,13 +566,6 @@ impl Spec {
         self.place_cache_with(|block_size| self.block_table(block_size))
     }
 
-    /// The same with a block table of that shape, whose entries say nothing.
-    fn outline_cache(&self) -> CachePlace {
-        self.place_cache_with(|block_size| {
-            vec![vec![0; self.block_columns(block_size)]; self.sequences.len()]
-        })
-    }
-
     fn place_cache_with(&self, make_table: impl FnOnce(usize) -> Vec<Vec<i32>>) -> CachePlace {
         let mut cache = self.place_keys(make_table);
         if self.values == Values::KeyPrefix {
