@@ -34,8 +34,9 @@ unpack_toolchain rust-web-src:amd64
 case "${1:-check}" in
     check)
         say "type-checking for $TARGET with $("$cache/rustc" --version)"
-        run_cargo check --quiet --target "$TARGET" -p regard --features metal --lib --examples
-        run_cargo check --quiet --target "$TARGET" -p regard-cli -p regard-capi --no-default-features --features regard-cli/metal,regard-capi/metal
+        # In one selection, so that nothing is checked twice for other features.
+        run_cargo check --quiet --target "$TARGET" -p regard -p regard-cli -p regard-capi --lib --bins --examples \
+            --no-default-features --features regard/metal,regard-cli/metal,regard-capi/metal
         ;;
     candle)
         run_cargo check --quiet --target "$TARGET" --manifest-path examples/Cargo.toml -p regard-candle --features metal

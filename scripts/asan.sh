@@ -24,9 +24,10 @@ if ! ls "$runtime"/librustc-*_rt.asan.a >/dev/null 2>&1; then
     echo "asan: cannot run here: the toolchain has no AddressSanitizer run-time library for $target" >&2
     exit 3
 fi
-# Left out: the laws (the same kernels again, with slow references), and two tests of sheer size.
+# Left out: the laws (the same kernels again, with slow references), two tests of sheer size, and a test of rounding errors.
 [ $# -gt 0 ] || set -- --test append --test bad_input --test cases --test composition --test defects --test merge \
-    --test real_model -- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31
+    --test real_model -- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31 \
+    --skip products_of_one_sign_stray_with_the_head_dim
 
 # The flags go to what is built for the target only: with --target, build scripts and macros stay plain.
 export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address"
@@ -34,5 +35,7 @@ export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/asan"
 # A test asks for more memory than any machine has, and is answered with an error: the sanitizer must let it.
 export ASAN_OPTIONS="detect_stack_use_after_return=1:allocator_may_return_null=1:${ASAN_OPTIONS:-}"
 # The oracle has no unsafe code of its own but loads, and takes longer than the kernels: it judges some rows of every head.
-export REGARD_MAX_WORK="${REGARD_MAX_WORK:-500000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-100}"
-cargo test --target "$target" -p regard "$@"
+export REGARD_MAX_WORK="${REGARD_MAX_WORK:-200000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-100}"
+# Compiling takes longer than running: optimized little, in few pieces.
+export CARGO_PROFILE_DEV_CODEGEN_UNITS=16 CARGO_PROFILE_DEV_LTO=off
+cargo test --config 'profile.dev.package.regard.opt-level=1' --target "$target" -p regard "$@"

@@ -50,8 +50,8 @@ export folder
 cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|prefix_|mask_map|append)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
-# One run a part, as many at once as there are cores: the emulation is one thread.
-check() { REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$1" | awk '!/^ok/'; }
+# One process a part, as many at once as there are cores: the emulation is one thread.
+check() { REGARD_EMULATED="$folder" run check --device cuda --cases --repeat 1 --filter "$1" | awk '!/^ok/'; }
 export -f check run
 export driver images target
 [ -z "$cases" ] || printf '%s\n' $cases | xargs -P "$(nproc)" -I{} bash -o pipefail -c 'check {}'

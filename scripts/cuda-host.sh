@@ -3,7 +3,7 @@
 # the kernels' parameters ask for, naively. A wrong address, stride, length, flag, graph or workspace shows here.
 #
 #     scripts/cuda-host.sh           with coverage of every module of one type and head dim
-#     scripts/cuda-host.sh short     with coverage of the modules that take every feature only, and 64 rows of each case judged (.ci/run)
+#     scripts/cuda-host.sh short     with coverage of the modules that take every feature only, 16 rows of each case judged, and one run of each case (.ci/run)
 #
 # Needs g++. Exit status 3: it cannot run here.
 set -euo pipefail
@@ -15,9 +15,9 @@ if ! run plan --machine cuda --shape "hq=1 d=64 lq=1"; then
     exit 3
 fi
 # A line per case is too much: failures, laws and the totals. Judging a row takes longer than computing it.
-judged=()
-[ "${1:-}" != short ] || judged=(--rows 64)
-run check --device cuda --cases --laws "${judged[@]}" | awk '!/^ok/ || /law\//'
+judged=() once=()
+[ "${1:-}" != short ] || judged=(--rows 16) once=(--repeat 1)
+run check --device cuda --cases --laws "${judged[@]}" "${once[@]}" | awk '!/^ok/ || /law\//'
 # The engine contract: a graph that is captured once is replayed.
 LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 cargo tests --quiet --test cuda_engine_contract
 # The C functions from Python: the section for devices.
@@ -29,11 +29,11 @@ run check --device cuda --random 500 --out "$target/failures"
 # the modules that take every feature. A filter finds all names that contain it, so a name that begins with another is left out.
 kept='.*'
 [ "${1:-}" != short ] || kept='^prefill_.*_fallback|^decode_bf16_128_128_(bytes_)?r32_fallback'
-cover() { run check --device cuda --coverage --filter "$1" | awk '!/^ok|no attention kernel:/'; }
+cover() { run check --device cuda --coverage --filter "$@" | awk '!/^ok|no attention kernel:/'; }
 export -f cover run
 export driver images target
 cargo xtask cuda list | awk '{ print $1 }' | grep bf16_128_128 | grep -E "$kept" | sort |
     awk 'NR == 1 || index($1, last) != 1 { print; last = $1 }' |
-    xargs -P "$(nproc)" -I{} bash -o pipefail -c 'cover {}'
+    xargs -P "$(nproc)" -I{} bash -o pipefail -c 'cover "$@"' _ {} "${judged[@]}"
 # If the driver takes no machine code, the modules' PTX is loaded.
 STAND_IN_TAKES_PTX_ONLY=1 run check --device cuda --cases=splits/ | awk '!/^ok/'

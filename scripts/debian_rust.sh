@@ -15,9 +15,13 @@ install_packages() {
     [ ${#packages[@]} -gt 0 ] || return 0
     [ "$(id -u)" = 0 ] || unavailable "missing packages; as root: apt-get install ${packages[*]}"
     say "installing ${packages[*]}"
+    # Other steps of .ci/run may be installing, too.
+    exec {apt_lock}>"${TMPDIR:-/tmp}/regard-apt-lock"
+    flock "$apt_lock"
     apt-get update -qq || unavailable "apt-get update failed"
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
         unavailable "apt-get could not install ${packages[*]}"
+    exec {apt_lock}>&-
 }
 
 # Libraries that the unpacked compiler links.

@@ -59,6 +59,9 @@ step "CUDA: the host's side, coverage of every module of a type and head dim" sc
 step "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
 step "metal: 5,000 random problems on the host" metal_host
 step "metal: every build of the kernels" scripts/metal.sh
+step "metal: every pipeline by other compilers" scripts/metal-compile.py
+step "metal: the host's side, every row judged" scripts/metal-host.sh
+step "Python wheel, as it ships" scripts/python.sh
 step "metal: type check of candle's Metal tensors" scripts/apple.sh candle
 step "memcheck" scripts/memcheck.sh
 step "neon: every test" neon

@@ -4,7 +4,8 @@
 #   scripts/metal.sh                 all of them: the whole list of cases plainly; every pipeline with every pair of features; a core list with fast math, under AddressSanitizer and
 #                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of
 #                                    the tests: every threadgroup barrier deleted in turn
-#   scripts/metal.sh short           the plain build alone, and the tests of msl-host
+#   scripts/metal.sh short           the plain build alone, with 16 rows of each case judged and fewer random compositions of the fixed seeds, and the tests
+#                                    of msl-host (.ci/run)
 #   scripts/metal.sh plain|fast-math|sanitized|races [ARGS...]     one of them; arguments go to the tests
 #
 # Needs clang 19 or later with its sanitizers; on Debian they are installed where they are missing, which needs root.
@@ -29,12 +30,16 @@ find_clang() {
 if ! version=$(find_clang); then
     command -v apt-get >/dev/null || unavailable "no clang of 19 or later, and no apt-get"
     [ "$(id -u)" = 0 ] || unavailable "no clang of 19 or later; as root: apt-get install clang-22 libclang-rt-22-dev"
+    # Other steps of .ci/run may be installing, too (scripts/debian_rust.sh).
+    exec {apt_lock}>"${TMPDIR:-/tmp}/regard-apt-lock"
+    flock "$apt_lock"
     apt-get update -qq || unavailable "apt-get update failed"
     version=$(apt-cache --names-only search '^clang-[0-9]+$' | sed -E 's/^clang-([0-9]+) .*/\1/' | sort -n | tail -1)
     [ "${version:-0}" -ge 19 ] || unavailable "apt has no clang of 19 or later"
     say "installing clang-$version"
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "clang-$version" "libclang-rt-$version-dev" >/dev/null ||
         unavailable "apt-get could not install clang-$version"
+    exec {apt_lock}>&-
 fi
 export MSL_HOST_CLANG="clang++-$version" REGARD_METAL_REQUIRED=1
 say "$("$MSL_HOST_CLANG" --version | sed -n 1p)"
@@ -58,7 +63,9 @@ run() {
 
 case "${1:-all}" in
     short)
-        cargo test --quiet --release -p msl-host
+        # The oracle takes longer than the kernels.
+        export REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" REGARD_METAL_RANDOM="${REGARD_METAL_RANDOM:-200}"
+        cargo tests --quiet --test runtime
         run plain
         ;;
     all)

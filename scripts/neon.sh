@@ -40,6 +40,7 @@ install_tools() {
 run_cargo() {
     RUSTC="$cache/rustc" \
         CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/neon" \
+        CARGO_PROFILE_DEV_CODEGEN_UNITS=16 CARGO_PROFILE_DEV_LTO=off \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
         cargo "$@"
@@ -60,7 +61,7 @@ case "${1:-all}" in
         # Left out: the laws and the test of products of one sign, which take minutes under emulation (both are in
         # scripts/full.sh), two tests of very large operands, and most of the large cases. The scalar level runs natively. The oracle is the same everywhere and takes longer
         # than the kernels, so it judges some rows of every head.
-        export REGARD_MAX_WORK="${REGARD_MAX_WORK:-300000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-50}"
+        export REGARD_MAX_WORK="${REGARD_MAX_WORK:-100000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-50}"
         export REGARD_SIMD=neon
         run_cargo test --target "$TARGET" -p regard --lib --test cases --test composition --test defects --test real_model -- \
             --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31 \

@@ -19,14 +19,17 @@ processor_seconds() {
 # The steps so far and their seconds, longest first.
 report() {
     rm -f "$times_file"
-    if [ -n "${lane_process:-}" ]; then
-        kill -- "-$lane_process" 2>/dev/null || true
-        rm -rf "$lane"
-    fi
+    local i
+    for i in "${!lanes[@]}"; do
+        kill -- "-${lane_processes[$i]}" 2>/dev/null || true
+        rm -rf "${lanes[$i]}"
+    done
     [ ${#table[@]} -gt 0 ] || return 0
     printf '\n=== steps, their seconds, and seconds of processor time\n'
     printf '%s\n' "${table[@]}" | sort -s -t $'\t' -k1,1nr | awk -F '\t' '{ printf "%6s s %6s s  %-7s  %s\n", $1, $2, $3, $4 }'
-    printf '%6s s  in all%s\n' $((SECONDS - begun)) "${target_seconds:+, target: below $target_seconds s}"
+    local processor
+    processor=$(printf '%s\n' "${table[@]}" | awk -F '\t' '{ sum += $2 } END { print sum }')
+    printf '%6s s %6s s  in all%s\n' $((SECONDS - begun)) "$processor" "${target_seconds:+, target: below $target_seconds s}"
 }
 trap report EXIT
 
@@ -72,31 +75,35 @@ step() {
 }
 
 # beside FUNCTION: runs its steps beside those that follow, until `joined`. Their output is kept
-# until then. They must share no target folder and no package manager with the others.
+# until then. They must share no target folder with the others, and install packages under a lock.
+lanes=() lane_processes=()
 beside() {
+    local lane
     lane=$(mktemp -d)
     # A process group of its own, so that all of it ends if a step of the others fails.
     set -m
     (
         trap 'declare -p table skipped >"$lane/results"' EXIT
-        table=() skipped=() times_file="$lane/times"
+        table=() skipped=() lanes=() times_file="$lane/times"
         "$1"
     ) >"$lane/output" 2>&1 &
-    lane_process=$!
+    lanes+=("$lane") lane_processes+=($!)
     set +m
 }
 
 # Waits for the steps of `beside`, and prints their output. Fails if one of them did.
 joined() {
-    local status=0 ours=("${table[@]}") ours_skipped=("${skipped[@]}")
-    wait "$lane_process" || status=$?
-    lane_process=
-    cat "$lane/output"
-    # shellcheck source=/dev/null
-    . <(sed 's/^declare -a/declare -ga/' "$lane/results")
-    table=("${ours[@]}" "${table[@]}") skipped=("${ours_skipped[@]}" "${skipped[@]}")
-    rm -r "$lane"
-    [ "$status" = 0 ] || exit 1
+    local i failed=0 all=("${table[@]}") all_skipped=("${skipped[@]}")
+    for i in "${!lanes[@]}"; do
+        wait "${lane_processes[$i]}" || failed=1
+        cat "${lanes[$i]}/output"
+        # shellcheck source=/dev/null
+        . <(sed 's/^declare -a/declare -ga/' "${lanes[$i]}/results")
+        all+=("${table[@]}") all_skipped+=("${skipped[@]}")
+        rm -r "${lanes[$i]}"
+    done
+    lanes=() lane_processes=() table=("${all[@]}") skipped=("${all_skipped[@]}")
+    [ "$failed" = 0 ] || exit 1
 }
 
 # The last line of a run in which no step failed.

@@ -6,6 +6,7 @@ use crate::contents::{Contents, Sinks, Slopes, Trees, largest};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
 use regard::{Attention, DType, QueryOffset, Values, Window};
+use std::ops::Range;
 
 mod cache;
 mod outline;
@@ -513,8 +514,8 @@ impl Spec {
         place.over(data(self.dtype, buffer))
     }
 
-    /// The places of keys and values.
-    fn place_keys(&self) -> CachePlace {
+    /// The places of keys and values. Making the block table takes most of the time.
+    fn place_keys(&self, make_table: impl FnOnce(usize) -> Vec<Vec<i32>>) -> CachePlace {
         let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.max_lens().keys);
         let place = |outer: [usize; 3], (dim, memory): (usize, &_)| {
             Place::new(&[outer[0], outer[1], outer[2], dim], self.padding, memory)
@@ -536,7 +537,7 @@ impl Spec {
                 both(&|(dim, memory)| Place::new(&[total, heads, dim], self.padding, memory))
             }
             Keys::Paged { block_size, interleaved } => {
-                let (table, blocks) = self.block_table(block_size);
+                let blocks = self.blocks(block_size);
                 let shape = match self.kv_layout {
                     KvLayout::Nhd => [blocks, block_size, heads],
                     KvLayout::Hnd => [blocks, heads, block_size],
@@ -555,14 +556,18 @@ impl Spec {
                         place.end = memory.first + 2 * block as usize * blocks;
                     }
                 }
-                CachePlace { keys: k, values: v, table }
+                CachePlace { keys: k, values: v, table: make_table(block_size) }
             }
         }
     }
 
-    /// [`Spec::place_keys`], with values in the keys if values are a prefix of the keys.
+    /// The places of keys and values, with values in the keys if values are a prefix of the keys.
     fn place_cache(&self) -> CachePlace {
-        let mut cache = self.place_keys();
+        self.place_cache_with(|block_size| self.block_table(block_size))
+    }
+
+    fn place_cache_with(&self, make_table: impl FnOnce(usize) -> Vec<Vec<i32>>) -> CachePlace {
+        let mut cache = self.place_keys(make_table);
         if self.values == Values::KeyPrefix {
             let [_, value_dim] = self.stored_dims();
             cache.values = cache.keys.clone();
@@ -571,19 +576,30 @@ impl Spec {
         cache
     }
 
-    /// Pages in random order, some of them unused, and their number. Pages of a shared prefix are
-    /// in the row of the group's first sequence whether it sees them or not.
-    fn block_table(&self, block_size: usize) -> (Vec<Vec<i32>>, usize) {
-        let used = |index| {
-            let visible = self.visible(index);
-            if visible.is_empty() {
-                0..0
-            } else {
-                visible.start / block_size..visible.end.div_ceil(block_size)
-            }
-        };
-        let blocks = (0..self.sequences.len()).map(|index| used(index).len()).sum::<usize>() + 2;
-        let columns = self.max_lens().keys.div_ceil(block_size) + 1;
+    /// The pages of a sequence that hold visible keys.
+    fn used_pages(&self, index: usize, block_size: usize) -> Range<usize> {
+        let visible = self.visible(index);
+        match visible.is_empty() {
+            true => 0..0,
+            false => visible.start / block_size..visible.end.div_ceil(block_size),
+        }
+    }
+
+    /// Pages of the pool.
+    fn blocks(&self, block_size: usize) -> usize {
+        let used = |index| self.used_pages(index, block_size).len();
+        (0..self.sequences.len()).map(used).sum::<usize>() + 2
+    }
+
+    /// Columns of the block table.
+    fn block_columns(&self, block_size: usize) -> usize {
+        self.max_lens().keys.div_ceil(block_size) + 1
+    }
+
+    /// Pages in random order, some of them unused. Pages of a shared prefix are in the row of the
+    /// group's first sequence whether it sees them or not.
+    fn block_table(&self, block_size: usize) -> Vec<Vec<i32>> {
+        let (blocks, columns) = (self.blocks(block_size), self.block_columns(block_size));
         let mut order =
             Noise::new(self.page_seed, &[Use::Pages as u64]).permutation(blocks).into_iter();
         let mut strays = self.noise(Use::Pages, [0; 3]);
@@ -599,7 +615,7 @@ impl Spec {
             let listed = self.listed_pages(index, block_size);
             let owner = self.prefix_owner(index);
             let shares = self.shared_pages(index, block_size);
-            for page in used(index) {
+            for page in self.used_pages(index, block_size) {
                 if listed.as_ref().is_some_and(|listed| !listed[page]) {
                     continue;
                 }
@@ -613,7 +629,7 @@ impl Spec {
                 }
             }
         }
-        (table, blocks)
+        table
     }
 
     /// The layout of a mask.

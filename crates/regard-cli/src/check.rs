@@ -29,6 +29,8 @@ pub struct Request<'a> {
     pub device: &'a str,
     /// Judge about this many rows of each case instead of all.
     pub rows: Option<usize>,
+    /// Run each case up to this many times instead of [`REPETITIONS`].
+    pub repeat: Option<usize>,
     /// JSON instead of text.
     pub json: bool,
 }
@@ -104,7 +106,8 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         let (batch, after) = rest.split_at(batch_len(rest));
         rest = after;
         let cases: Vec<_> = batch.par_iter().map(Source::case).collect();
-        let runs: Vec<_> = cases.iter().map(|case| run(&mut runner, case)).collect();
+        let runs: Vec<_> =
+            cases.iter().map(|case| run(&mut runner, case, request.repeat)).collect();
         let verdicts: Vec<_> = cases
             .par_iter()
             .zip(&runs)
@@ -279,9 +282,13 @@ fn batch_len(sources: &[Source]) -> usize {
     sources.iter().take(BATCH_CASES).take_while(fits).count().max(1)
 }
 
-fn run(runner: &mut Runner, case: &Result<Case, Error>) -> Result<Run, Error> {
+fn run(
+    runner: &mut Runner,
+    case: &Result<Case, Error>,
+    repeat: Option<usize>,
+) -> Result<Run, Error> {
     match case {
-        Ok(case) => runner.run(case, REPETITIONS, PATIENCE),
+        Ok(case) => runner.run(case, repeat.unwrap_or(REPETITIONS), PATIENCE),
         Err(error) => Err(error.clone()),
     }
 }

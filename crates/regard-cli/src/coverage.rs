@@ -16,6 +16,8 @@ pub struct Request<'a> {
     pub device: &'a str,
     /// Only kernels whose names contain this.
     pub filter: Option<&'a str>,
+    /// Judge about this many rows of each case instead of all.
+    pub rows: Option<usize>,
     /// JSON instead of text.
     pub json: bool,
 }
@@ -115,7 +117,7 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         let verdicts =
             batch.par_iter().zip(&data).zip(outputs).map(|(((_, case), data), output)| {
                 progress.step();
-                judge(case, data, output)
+                judge(case, data, output, request.rows)
             });
         results.extend(verdicts.collect::<Vec<_>>());
     }
@@ -124,7 +126,7 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
     let mut results = results.into_iter();
     for coverage in &coverages {
         let results: Vec<_> = results.by_ref().take(coverage.cases.len()).collect();
-        let row = row(coverage, results, backend.as_ref(), &mut run);
+        let row = row(coverage, results, backend.as_ref(), request.rows, &mut run);
         report.passed += row.passed;
         report.failed += row.failed;
         report.empty += row.empty.len();
@@ -184,9 +186,10 @@ fn judge(
     case: &CoverageCase,
     data: &Case,
     output: Result<regard_cases::Output, Error>,
+    rows: Option<usize>,
 ) -> Result<(), String> {
     let output = output.map_err(|error| error.to_string())?;
-    case.judge(data, &output).map(|_| ()).map_err(|failure| failure.to_string())
+    case.judge(data, &output, rows).map(|_| ()).map_err(|failure| failure.to_string())
 }
 
 /// The results of a kernel's cases.
@@ -194,6 +197,7 @@ fn row(
     coverage: &Coverage,
     results: Vec<Result<(), String>>,
     backend: &dyn Backend,
+    rows: Option<usize>,
     run: &mut RunCase,
 ) -> Row {
     let Coverage { subject, cases, not_accepted, pairs_not_accepted, accepted_pairs } = coverage;
@@ -208,7 +212,7 @@ fn row(
         let Err(error) = result else { continue };
         let shrink = failures.len() < MAX_SHRUNK;
         let smallest =
-            shrink.then(|| smallest(case.clone(), subject, backend, run).added().to_string());
+            shrink.then(|| smallest(case.clone(), subject, backend, rows, run).added().to_string());
         let (case, features) = (case.spec.name.clone(), case.features.to_string());
         failures.push(Failed { case, features, error, smallest });
     }
@@ -243,12 +247,13 @@ fn smallest(
     mut case: CoverageCase,
     subject: &Subject,
     backend: &dyn Backend,
+    rows: Option<usize>,
     run: &mut RunCase,
 ) -> CoverageCase {
     let mut fails = |case: &CoverageCase| {
         let data = case.spec.generate();
         let output = run(subject, case, &data);
-        judge(case, &data, output).is_err()
+        judge(case, &data, output, rows).is_err()
     };
     while let Some(smaller) = case.smaller(backend, subject).into_iter().find(&mut fails) {
         case = smaller;

@@ -125,11 +125,19 @@ struct CheckArguments {
     #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, default_missing_value = "")]
     laws: Option<String>,
     /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs
-    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows", "random"])]
+    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "random"])]
     coverage: bool,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     rows: Option<usize>,
+    /// Run each case up to N times, to print its shortest time [default: 5]
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..),
+        conflicts_with_all = ["coverage", "random"]
+    )]
+    repeat: Option<usize>,
     #[command(flatten)]
     device: DeviceArgument,
     #[command(flatten)]
@@ -419,6 +427,7 @@ fn check(arguments: &CheckArguments) -> Result<u8, Stop> {
         return coverage::check(&coverage::Request {
             device: &device.device,
             filter: arguments.filter.as_deref(),
+            rows: arguments.rows,
             json: common.json,
         });
     }
@@ -429,6 +438,7 @@ fn check(arguments: &CheckArguments) -> Result<u8, Stop> {
         laws: arguments.laws.as_deref(),
         device: &device.device,
         rows: arguments.rows,
+        repeat: arguments.repeat,
         json: common.json,
     })
 }

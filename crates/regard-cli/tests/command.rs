@@ -417,14 +417,21 @@ fn check_judges_and_counts() {
     );
 
     let decode = Spec::new("decode").lengths(&[(1, 300)]).generate();
-    let report =
-        regard(&["check", text(&write(&decode, &directory)), "--rows", "2", "--json"]).json();
+    let decode = write(&decode, &directory);
+    let few = ["check", text(&decode), "--rows", "2", "--repeat", "1", "--json"];
+    let report = regard(&few).json();
     let case = &report["cases"][0];
     assert_eq!((&case["passed"], &case["expected"]), (&true.into(), &Value::Null));
     assert!(case["rows"].as_u64().is_some_and(|rows| (1..=2).contains(&rows)), "{case}");
     for number in ["seconds", "gflops", "gbytes", "out_error", "lse_error", "worst"] {
         assert!(case[number].as_f64().is_some(), "{number}: {case}");
     }
+}
+
+#[test]
+fn check_refuses_repetitions_that_mean_nothing() {
+    regard(&["check", "--cases=trees/", "--repeat", "0"]).failed(2, &["--repeat"]);
+    regard(&["check", "--random", "1", "--repeat", "2"]).failed(2, &["--repeat"]);
 }
 
 #[test]

@@ -14,8 +14,8 @@ use regard_cases::{
 
 /// Right on every level and thread count; the last output.
 fn check_case(case: &Case) -> Output {
-    let checker =
-        Checker::new(case, None).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
+    let checker = Checker::new(case, support::judged_rows())
+        .unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
     let mut last = None;
     for machine in support::machines() {
         let output = support::run(case, &machine);

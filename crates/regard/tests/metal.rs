@@ -18,7 +18,7 @@ use regard_cases::{
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
-use support::{compiler, for_all, gpu, library, read, run, run_case, written};
+use support::{compiler, for_all, gpu, library, read, run, run_case, source_of, written};
 
 /// The cases of this build: slow ones run the core list.
 fn specs() -> Vec<Spec> {
@@ -74,8 +74,8 @@ fn every_case() {
     let worst = Mutex::new(BTreeMap::new());
     for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
         let case = spec.generate();
-        let checker =
-            Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
+        let checker = Checker::new(&case, support::judged_rows())
+            .map_err(|failure| format!("{}: {failure}", spec.name))?;
         let mut check = |case: &_, machine: &Machine, schedule| {
             let failed = |why: &dyn std::fmt::Display| {
                 format!("{} on {machine}, schedule {schedule}: {why}", spec.name)
@@ -145,7 +145,7 @@ fn results_are_right_where_subnormals_are_flushed() {
     for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
         let case = spec.generate();
         let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", spec.name);
-        let checker = Checker::new(&case, None).map_err(|why| failed(&why))?;
+        let checker = Checker::new(&case, support::judged_rows()).map_err(|why| failed(&why))?;
         let machine = gpu(8, if number % 2 == 0 { 1 } else { 8 });
         let run = || run_case(library, &case, (&machine, 2 + *number as u32));
         let output = with_subnormals_flushed(run).map_err(|why| failed(&why))?;
@@ -165,7 +165,8 @@ fn anything_composes_with_anything() {
     for_all((&compiler, &metal::source(), support::build()), &seeds, |library, &seed| {
         let case = list::random(seed).generate();
         let failed = |why: &dyn std::fmt::Display| format!("random composition {seed}: {why}");
-        let checker = Checker::new(&case, None).map_err(|failure| failed(&failure))?;
+        let checker =
+            Checker::new(&case, support::judged_rows()).map_err(|failure| failed(&failure))?;
         let machine = if seed % 2 == 0 { gpu(7, 8) } else { gpu(9, 64) };
         let output =
             run_case(library, &case, (&machine, seed as u32)).map_err(|why| failed(&why))?;
@@ -333,7 +334,9 @@ fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
     let Some(compiler) = compiler() else { return };
     // The build that looks at every access finds accesses outside of the operands.
     let build = if support::build() == Build::Plain { Build::Races } else { support::build() };
-    let mut library = library(&compiler, &metal::source(), build);
+    let source =
+        source_of(&["DECODE_TYPE(float", "PREFILL_TYPES(\"float\"", "COMBINE(float", "MASK_MAP("]);
+    let mut library = library(&compiler, &source, build);
     for (name, keys, ragged_queries) in [
         ("paged", Keys::Paged { block_size: 7, interleaved: false }, false),
         ("ragged", Keys::Ragged { slack: 3 }, true),

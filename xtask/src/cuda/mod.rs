@@ -46,6 +46,15 @@ pub enum Command {
         /// the modules that they select.
         #[arg(long)]
         all: bool,
+        /// Of the modules that the record vouches for, build one of each kind in this quarter of
+        /// the kinds only. `.ci/run` goes by the day.
+        #[arg(
+            long,
+            value_name = "0 to 3",
+            value_parser = clap::value_parser!(u8).range(..i64::from(QUARTERS)),
+            conflicts_with = "all"
+        )]
+        quarter: Option<u8>,
         #[command(flatten)]
         selection: Selection,
     },
@@ -209,7 +218,14 @@ pub fn run(command: &Command, packages: &[Package]) -> Result<()> {
         }
         let setup = selection.setup(&folders, &tools);
         match command {
-            Command::Check { all, .. } => check(modules, *all, selection, setup)?,
+            Command::Check { all, quarter, .. } => {
+                let rebuild = match quarter {
+                    _ if *all => Rebuild::All,
+                    None => Rebuild::EachKind,
+                    Some(quarter) => Rebuild::Quarter(*quarter),
+                };
+                check(modules, rebuild, selection, setup)?;
+            }
             _ => build(modules, selection, setup)?,
         }
     }
@@ -342,14 +358,27 @@ fn build(modules: &[Module], selection: &Selection, setup: Setup) -> Result<()> 
     record::write(modules, &selected, good, &sources, setup)
 }
 
-fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> Result<()> {
+/// The modules that a check builds again although the record vouches for them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rebuild {
+    All,
+    /// One of each kind.
+    EachKind,
+    /// The same for a quarter of the kinds.
+    Quarter(u8),
+}
+
+/// Parts of the kinds, which are built again on different days.
+const QUARTERS: u8 = 4;
+
+fn check(modules: &[Module], rebuild: Rebuild, selection: &Selection, setup: Setup) -> Result<()> {
     let folders = setup.folders;
     let selected = selection.select(modules)?;
     let sources = Sources::read(&folders.kernels)?;
     let stale = record::stale(modules, &selected, &sources, setup)?;
     let mut built = selected.clone();
-    if !all && selection.only.is_none() && selection.arch.is_empty() {
-        let sampled = sample(modules);
+    if rebuild != Rebuild::All && selection.only.is_none() && selection.arch.is_empty() {
+        let sampled = sample(modules, rebuild);
         built.retain(|module| {
             [&stale, &sampled].iter().any(|names| names.contains(module.name.as_str()))
         });
@@ -385,15 +414,21 @@ fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> 
     Ok(())
 }
 
-/// The modules that are built again in any case: the first of each source, architecture and build.
-fn sample(modules: &[Module]) -> BTreeSet<&str> {
+/// The modules that are built again in any case: the first of each source, architecture and build,
+/// or a quarter of these.
+fn sample(modules: &[Module], rebuild: Rebuild) -> BTreeSet<&str> {
     let mut first = BTreeMap::new();
     for module in modules {
         first
             .entry((&module.source, &module.architecture, module.specialized))
             .or_insert(module.name.as_str());
     }
-    first.into_values().collect()
+    match rebuild {
+        Rebuild::Quarter(quarter) => {
+            first.into_values().skip(quarter.into()).step_by(QUARTERS.into()).collect()
+        }
+        _ => first.into_values().collect(),
+    }
 }
 
 /// Maps items on some threads, keeping their order; the first error (in that order) is returned.

@@ -94,7 +94,8 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     let first = fs::read(folders.images.join("sample.ptx.lzma")).expect("written");
     let index = fs::read_to_string(folders.images.join("index.rs")).expect("written");
     assert!(index.contains("include_bytes!(\"sample_90a.sm_90a.lzma\")"), "{index}");
-    check(&modules, false, &everything(), setup(&folders, &tools)).expect("nothing has changed");
+    check(&modules, Rebuild::EachKind, &everything(), setup(&folders, &tools))
+        .expect("nothing has changed");
 
     build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds again");
     assert_eq!(
@@ -105,7 +106,7 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
 
     fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
     fs::write(folders.images.join("gone.ptx.lzma"), "").expect("writable");
-    let error = check(&modules, false, &everything(), setup(&folders, &tools))
+    let error = check(&modules, Rebuild::EachKind, &everything(), setup(&folders, &tools))
         .expect_err("the header has changed");
     let error = error.to_string();
     for part in [
@@ -134,20 +135,22 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
             |(name, source)| Module { must_not_spill: false, ..module(name, source, "compute_80") },
         );
     let selection = everything();
-    let check = |modules: &[Module], all| check(modules, all, &selection, setup(&folders, &tools));
+    let check =
+        |modules: &[Module], rebuild| check(modules, rebuild, &selection, setup(&folders, &tools));
     let rebuilt = |name: &str| folders.scratch.join(format!("{name}.ptx")).exists();
     let forget = || fs::remove_dir_all(&folders.scratch).expect("it was there");
     build(&modules, &selection, setup(&folders, &tools)).expect("it builds");
     forget();
-    check(&modules, false).expect("nothing has changed");
+    check(&modules, Rebuild::EachKind).expect("nothing has changed");
     assert!(rebuilt("sample") && rebuilt("spilling") && !rebuilt("second"));
-    check(&modules, true).expect("nothing has changed");
+    check(&modules, Rebuild::All).expect("nothing has changed");
     assert!(rebuilt("second"));
 
     // A macro, an option of the module, its images or the sources: no fingerprint outlives them.
     let not_recorded = |modules: &[Module]| {
         forget();
-        let error = check(modules, false).expect_err("something has changed").to_string();
+        let error =
+            check(modules, Rebuild::EachKind).expect_err("something has changed").to_string();
         assert!(error.contains("module second: record.txt has no fingerprint"), "{error}");
         assert!(rebuilt("second"));
         error
@@ -176,7 +179,8 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
         record.contains("sample ") && record.contains("second ") && !record.contains("spilling "),
         "{record}"
     );
-    let error = check(&modules, false).expect_err("a kernel that must not spill").to_string();
+    let error =
+        check(&modules, Rebuild::EachKind).expect_err("a kernel that must not spill").to_string();
     assert!(
         error.contains("kernel shuffle must not spill")
             && error.contains("module spilling: record.txt"),
@@ -189,12 +193,29 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
 }
 
 #[test]
+fn the_quarters_are_all_kinds_together() {
+    let packages = packages();
+    let all = packages.iter().flat_map(|package| sample(&package.modules, Rebuild::EachKind));
+    let all: BTreeSet<_> = all.collect();
+    let quarter = |quarter| {
+        packages.iter().flat_map(move |package| sample(&package.modules, Rebuild::Quarter(quarter)))
+    };
+    let mut found = BTreeSet::new();
+    for number in 0..QUARTERS {
+        let names: Vec<_> = quarter(number).collect();
+        assert!((all.len() / 5..=all.len() / 3).contains(&names.len()), "{number}: {names:?}");
+        assert!(names.iter().all(|name| found.insert(*name)), "{number}: {names:?}");
+    }
+    assert_eq!(found, all);
+}
+
+#[test]
 fn local_memory_in_a_kernel_that_must_not_spill_is_an_error() {
     let Some(tools) = tools() else { return };
     let folders = folders("spills");
     let mut modules = [module("spilling", "spilling.cu", "compute_80")];
     build(&modules, &everything(), setup(&folders, &tools)).expect("it builds");
-    let error = check(&modules, false, &everything(), setup(&folders, &tools))
+    let error = check(&modules, Rebuild::EachKind, &everything(), setup(&folders, &tools))
         .expect_err("a kernel that must not spill")
         .to_string();
     assert!(
@@ -206,7 +227,7 @@ fn local_memory_in_a_kernel_that_must_not_spill_is_an_error() {
     );
     modules[0].must_not_spill = false;
     build(&modules, &everything(), setup(&folders, &tools)).expect("it builds");
-    check(&modules, false, &everything(), setup(&folders, &tools))
+    check(&modules, Rebuild::EachKind, &everything(), setup(&folders, &tools))
         .expect("a kernel that may spill");
 }
 

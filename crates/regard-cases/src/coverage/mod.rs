@@ -13,7 +13,7 @@ pub mod metal;
 mod search;
 
 pub use feature::{Feature, Features, features};
-pub use search::{Coverage, Covered, cover};
+pub use search::{Coverage, Covered, cover, is_selected};
 
 use crate::check::{Checker, Failure};
 use crate::{CacheSpec, Case, Output, Spec};
@@ -108,12 +108,18 @@ impl CoverageCase {
         })
     }
 
-    /// Judges a result by the oracle, the log-sum-exp if it was asked for.
+    /// Judges a result by the oracle, the log-sum-exp if it was asked for: all rows, or about
+    /// `max_rows` of them evenly spread.
     ///
     /// # Errors
     /// If it is not right.
-    pub fn judge(&self, data: &Case, output: &Output) -> Result<Agreement, Failure> {
-        let checker = Checker::new(data, None)?;
+    pub fn judge(
+        &self,
+        data: &Case,
+        output: &Output,
+        max_rows: Option<usize>,
+    ) -> Result<Agreement, Failure> {
+        let checker = Checker::new(data, max_rows)?;
         let (out, lse) = (output.out.view()?, output.lse.view()?);
         let lse = self.lse.then(|| data.query_order(lse));
         checker.judge().check(&data.query_order(out), lse.as_ref()).map_err(Failure::Result)

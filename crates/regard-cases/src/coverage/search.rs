@@ -134,6 +134,12 @@ struct Search<'a> {
     seen: BTreeMap<(Feature, Feature), Recipe>,
 }
 
+/// Whether some problem selects a kernel: the first step of [`cover`].
+pub fn is_selected(backend: &dyn Backend, subject: &Subject) -> bool {
+    let mut search = Search { backend, subject, bases: Vec::new(), seen: BTreeMap::new() };
+    search.bases().any(|base| search.is_taken(base))
+}
+
 /// The cases for a kernel. The same every time.
 pub fn cover(backend: &dyn Backend, subject: &Subject) -> Coverage {
     let mut search = Search { backend, subject, bases: Vec::new(), seen: BTreeMap::new() };
@@ -173,26 +179,33 @@ pub fn cover(backend: &dyn Backend, subject: &Subject) -> Coverage {
 }
 
 impl Search<'_> {
+    /// All bases.
+    fn bases(&self) -> impl Iterator<Item = Base> + use<> {
+        let Subject { shapes, dims, types, machines, .. } = self.subject;
+        let (machines, dims, types) = (machines.len(), dims.len(), types.len());
+        let places = (0..shapes.len())
+            .flat_map(move |shape| (0..machines).map(move |machine| (shape, machine)));
+        places.flat_map(move |(shape, machine)| {
+            let of_place =
+                (0..dims).flat_map(move |dims| (0..types).map(move |types| (dims, types)));
+            of_place.map(move |(dims, types)| Base { shape, dims, types, machine })
+        })
+    }
+
+    /// Whether the kernel runs on a base, by itself or with an enabler.
+    fn is_taken(&mut self, base: Base) -> bool {
+        // Ragged queries bring both prefill and decode; the other needed features come on top.
+        let alone = ENABLERS.iter().map(|&enabler| Features::from_list(&[enabler]));
+        let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
+        let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
+        tried.any(|added| matches!(self.attempt(&recipe(base, added)), Outcome::Runs(_)))
+    }
+
     /// The bases on which the kernel runs, by itself or with an enabler.
     fn find_bases(&mut self) {
-        let Subject { shapes, dims, types, machines, .. } = self.subject;
-        for shape in 0..shapes.len() {
-            for machine in 0..machines.len() {
-                for (dims, types) in (0..dims.len())
-                    .flat_map(|dims| (0..types.len()).map(move |types| (dims, types)))
-                {
-                    let base = Base { shape, dims, types, machine };
-                    // Ragged queries bring both prefill and decode; the other needed features come
-                    // on top.
-                    let alone = ENABLERS.iter().map(|&enabler| Features::from_list(&[enabler]));
-                    let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
-                    let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
-                    if tried
-                        .any(|added| matches!(self.attempt(&recipe(base, added)), Outcome::Runs(_)))
-                    {
-                        self.bases.push(base);
-                    }
-                }
+        for base in self.bases() {
+            if self.is_taken(base) {
+                self.bases.push(base);
             }
         }
     }

@@ -158,7 +158,7 @@ mod device {
             look: impl FnOnce(&Inputs<DeviceMemory>, &Outputs<DeviceMemory>) -> Result<T, Error>,
         ) -> Result<T, Error> {
             let mut addresses = Addresses(0);
-            let cache = self.place_cache();
+            let cache = self.place_cache_with(|block_size| self.blank_table(block_size));
             let q_place = self.place_queries(self.head_dim, self.padding, &self.memory.q);
             let q = addresses.tensor(self.dtype, &q_place)?;
             let k = addresses.tensor(self.key_dtype(), &cache.keys)?;
@@ -195,6 +195,11 @@ mod device {
             look(&inputs, &outputs)
         }
 
+        /// A block table of the right shape, whose entries say nothing.
+        fn blank_table(&self, block_size: usize) -> Vec<Vec<i32>> {
+            vec![vec![0; self.block_columns(block_size)]; self.sequences.len()]
+        }
+
         /// The pools of the second cache and their scales, if there are two.
         fn outline_second_cache(
             &self,
@@ -202,7 +207,7 @@ mod device {
             attention: &mut Attention<Tensor<'static, DeviceMemory>>,
         ) -> Result<(), Error> {
             let Some(second) = self.second_cache() else { return Ok(()) };
-            let cache = second.place_cache();
+            let cache = second.place_cache_with(|block_size| second.blank_table(block_size));
             let head_major = self.keys_are_head_major();
             let mut pool = |dtype, place: &Place| -> Result<_, Error> {
                 let pool = addresses.tensor(dtype, place)?;

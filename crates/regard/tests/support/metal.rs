@@ -38,6 +38,13 @@ pub fn compiler() -> Option<Compiler> {
     }
 }
 
+/// Number of rows of a case that are judged: `REGARD_JUDGED_ROWS`; else all. Judging a row takes
+/// longer than running it, even here.
+pub fn judged_rows() -> Option<usize> {
+    let given = std::env::var("REGARD_JUDGED_ROWS").ok()?;
+    Some(given.parse().expect("REGARD_JUDGED_ROWS is a number"))
+}
+
 /// The kernels, compiled and loaded.
 pub fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
     metal_host::library(compiler, source, build).unwrap_or_else(|error| panic!("{error}"))
