@@ -155,7 +155,8 @@ pub use drop_in::{
 };
 pub use merge::merge;
 pub use options::{
-    Attention, CacheFormat, Execution, Threads, attention_of_step, grouped_attention_of_step,
+    Attention, CacheFormat, Execution, Threads, attention_of_step, attention_of_tables,
+    grouped_attention_of_step,
 };
 pub use paged::{CacheShape, PagedCache};
 pub use regard;

@@ -151,6 +151,28 @@ pub struct Rows<'a> {
     pub wanted: &'a [u32],
 }
 
+/// [`Rows`] on the model's device.
+pub struct Inputs {
+    tokens: Tensor,
+    /// Cosines and sines of the positions.
+    rotation: [Tensor; 2],
+    wanted: Tensor,
+}
+
+impl Inputs {
+    /// Overwrites them by others, of as many rows.
+    ///
+    /// # Errors
+    /// If they have another number of rows.
+    pub fn set(&self, others: &Inputs) -> Result<()> {
+        let Inputs { tokens, rotation: [cos, sin], wanted } = others;
+        self.tokens.slice_set(tokens, 0, 0)?;
+        self.rotation[0].slice_set(cos, 0, 0)?;
+        self.rotation[1].slice_set(sin, 0, 0)?;
+        self.wanted.slice_set(wanted, 0, 0)
+    }
+}
+
 /// A model, ready to run.
 pub struct Llama {
     config: Config,
@@ -326,15 +348,35 @@ impl Llama {
     /// # Errors
     /// If a token is not in the vocabulary, or attention fails.
     pub fn forward(&self, rows: Rows, attend: &mut dyn Attend) -> Result<Tensor> {
+        self.forward_on(&self.inputs(rows)?, attend)
+    }
+
+    /// Rows on the device: all that a pass brings there.
+    ///
+    /// # Errors
+    /// If the device has too little memory.
+    pub fn inputs(&self, rows: Rows) -> Result<Inputs> {
+        Ok(Inputs {
+            tokens: Tensor::new(rows.tokens, &self.device)?,
+            rotation: self.rotation(rows.positions)?,
+            wanted: Tensor::new(rows.wanted, &self.device)?,
+        })
+    }
+
+    /// [`Llama::forward`] of rows that are on the device.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn forward_on(&self, inputs: &Inputs, attend: &mut dyn Attend) -> Result<Tensor> {
         let Config { heads, kv_heads, head_dim, .. } = self.config;
-        let count = rows.tokens.len();
-        let (cos, sin) = self.rotation(rows.positions)?;
+        let Inputs { tokens, rotation: [cos, sin], wanted } = inputs;
+        let count = tokens.elem_count();
         // One row per batch entry, so that each row has its own position and nothing is transposed.
         let rotate = |x: Tensor, heads: usize| {
             let x = x.reshape((count, heads, 1, head_dim))?;
-            candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?.reshape((count, heads, head_dim))
+            candle_nn::rotary_emb::rope_i(&x, cos, sin)?.reshape((count, heads, head_dim))
         };
-        let mut x = self.embedding.embedding(&Tensor::new(rows.tokens, &self.device)?)?;
+        let mut x = self.embedding.embedding(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let normed = layer.attention_norm.forward(&x)?;
             let query = rotate(layer.query.forward(&normed)?, heads)?;
@@ -348,19 +390,19 @@ impl Llama {
                 * layer.up.forward(&normed)?)?;
             x = (x + layer.down.forward(&gated)?)?;
         }
-        let wanted = x.index_select(&Tensor::new(rows.wanted, &self.device)?, 0)?;
+        let wanted = x.index_select(wanted, 0)?;
         self.output.forward(&self.norm.forward(&wanted)?)?.to_dtype(DType::F32)
     }
 
     /// Cosines and sines, `[rows, 1, head_dim / 2]`.
-    fn rotation(&self, positions: &[u32]) -> Result<(Tensor, Tensor)> {
+    fn rotation(&self, positions: &[u32]) -> Result<[Tensor; 2]> {
         let angles = positions.iter().flat_map(|&position| {
             self.frequencies.iter().map(move |frequency| position as f32 * frequency)
         });
         let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(f32::sin_cos).unzip();
         let shape = (positions.len(), 1, self.frequencies.len());
         let there = |x| Tensor::from_vec(x, shape, &self.device)?.to_dtype(self.weights.dtype());
-        Ok((there(cos)?, there(sin)?))
+        Ok([there(cos)?, there(sin)?])
     }
 }
 
