@@ -72,6 +72,8 @@ build() {
     cd examples
     test=$(test_binary cuda)
     strip -o "$out/regard-candle-tests" "$test"
+    test=$(test_binary graphs)
+    strip -o "$out/generate-tests" "$test"
     cargo build --release --quiet "${packages[@]}"
     for program in generate speed; do strip -o "$out/$program" "target/release/$program"; done
     cp generate/prompts.txt "$out"
@@ -101,6 +103,7 @@ case "${1:-}" in
         export REGARD_CUDA_REQUIRED=1 LD_LIBRARY_PATH="$(libraries)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
         # One after the other: one measures when a call returns.
         "$carried/regard-candle-tests" --test-threads 1 "${@:3}"
+        "$carried/generate-tests" --test-threads 1 "${@:3}"
         ;;
     *) echo "candle_cuda.sh: toolkit, build, libraries or test, not '${1:-}'" >&2 && exit 2 ;;
 esac

@@ -104,6 +104,8 @@ pub struct Statistics {
     pub mixed_steps: usize,
     /// Steps in which requests read shared pages together.
     pub grouped_steps: usize,
+    /// Steps that ran as CUDA graphs, the captured ones included.
+    pub graph_steps: usize,
     /// Time in all steps.
     pub time: Duration,
     /// Time in steps that only decoded.
@@ -356,6 +358,7 @@ impl<'a> Engine<'a> {
         if settings.graphs && decodes && !mode.groups(step) {
             let invariant = mode == Mode::BatchInvariant;
             if let Some(scores) = self.graphs.scores(model, cache, step, rows, invariant)? {
+                self.statistics.graph_steps += 1;
                 return Ok((greedy(&scores)?, Duration::ZERO));
             }
         }

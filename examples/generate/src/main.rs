@@ -248,7 +248,7 @@ fn report(
     );
     let share = found.decode_attention_time.as_secs_f64() / found.decode_time.as_secs_f64();
     match arguments.graphs {
-        true => eprintln!(", most of them graphs"),
+        true => eprintln!(", {} of these graphs", found.graph_steps),
         false => eprintln!(", attention {:.0}% of these", 100.0 * share),
     }
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
