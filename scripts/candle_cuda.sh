@@ -61,7 +61,7 @@ test_binary() {
     cargo test --release --quiet --no-run --message-format json "${packages[@]}" --test "$1" | python3 -c '
 import json, sys
 built = [json.loads(line) for line in sys.stdin if line.startswith("{")]
-print(next(found["executable"] for found in built if found.get("executable")))'
+print(next(found["executable"] for found in built if found.get("executable") and found["profile"]["test"]))'
 }
 
 build() {

@@ -94,8 +94,9 @@ pub fn attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
 }
 
 /// [`attention_of_step`] over tables that the caller has brought to the device:
-/// [`Step::pack`](regard::paged::Step::pack) by that layout, in one vector of i32. An engine that
-/// captures its steps in CUDA graphs overwrites the vector before each replay.
+/// [`Step::pack`](regard::paged::Step::pack) by that layout, in one vector of i32 or u32. An engine
+/// that captures its steps in CUDA graphs overwrites the vector before each replay. Candle does
+/// that to a vector of u32 ([`Tensor::slice_set`]).
 ///
 /// # Errors
 /// If the vector is not as long as the layout.

@@ -188,6 +188,9 @@ impl<'a> Engine<'a> {
                 "{requests} requests in steps of {step_tokens} tokens: a step has a token for each"
             );
         }
+        if settings.graphs && !model.device().is_cuda() {
+            candle_core::bail!("graphs: the model is on the CPU; allowed: on an NVIDIA GPU");
+        }
         let config = model.config();
         let shape = CacheShape {
             layers: config.layers,

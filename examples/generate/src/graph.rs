@@ -38,6 +38,11 @@ fn layout_for(step: &Step) -> TableLayout {
     TableLayout { sequences, max_blocks: max_blocks.next_power_of_two() }
 }
 
+/// Tables as u32, between which candle copies. Entries that are -1 stay so to the kernels.
+fn upload(packed: &[i32], device: &Device) -> Result<Tensor> {
+    Tensor::new(packed.iter().map(|&entry| entry as u32).collect::<Vec<_>>(), device)
+}
+
 impl<'a> DecodeGraph<'a> {
     /// Runs a step in which every sequence has one token, and captures it. Does its copies, and
     /// returns the scores too, as [`Llama::forward`] does.
@@ -59,7 +64,7 @@ impl<'a> DecodeGraph<'a> {
         let (device, layout) = (model.device(), layout_for(step));
         let mut packed = vec![0; layout.len()];
         step.pack(&layout, &mut packed).map_err(wrap)?;
-        let tables = Tensor::new(&packed[..], device)?;
+        let tables = upload(&packed, device)?;
         let attention = Attention { batch_invariant, ..attention_of_tables(&tables, &layout)? };
         let (cache, execution) = (cache.clone(), Execution::of_step(step));
         let inputs = model.inputs(rows)?;
@@ -84,7 +89,7 @@ impl<'a> DecodeGraph<'a> {
     pub fn replay(&mut self, step: &Step, rows: Rows) -> Result<&Tensor> {
         self.cache.copy_blocks(step.copies())?;
         step.pack(&self.layout, &mut self.packed).map_err(wrap)?;
-        self.tables.slice_set(&Tensor::new(&self.packed[..], self.model.device())?, 0, 0)?;
+        self.tables.slice_set(&upload(&self.packed, self.model.device())?, 0, 0)?;
         self.inputs.set(&self.model.inputs(rows)?)?;
         self.recording.replay()?;
         Ok(&self.recording.result)

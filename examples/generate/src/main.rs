@@ -188,9 +188,6 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
         share_prefixes: !arguments.no_shared_prefixes,
         graphs: arguments.graphs,
     };
-    if settings.graphs && arguments.device.is_cpu() {
-        candle_core::bail!("--graphs is for NVIDIA GPUs: --device cuda");
-    }
     let mut engine = Engine::new(model, settings)?;
     let mut requests: BTreeMap<RequestId, (usize, Stream)> = BTreeMap::new();
     for (index, answer) in answers.iter().enumerate() {
