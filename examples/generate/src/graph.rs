@@ -23,10 +23,8 @@ fn wrap(error: impl std::error::Error + Send + Sync + 'static) -> candle_core::E
 pub struct DecodeGraph<'a> {
     model: &'a Llama,
     layout: TableLayout,
-    /// The tables of the step, at their place on the device and on the way there.
-    tables: Tensor,
-    packed: Vec<i32>,
-    inputs: Inputs,
+    /// [`Rows::packed`] and the tables of the step, where the graph reads them.
+    numbers: Tensor,
     recording: Recording,
     /// Its memory is in the graph.
     cache: PagedCache,
@@ -38,9 +36,14 @@ fn layout_for(step: &Step) -> TableLayout {
     TableLayout { sequences, max_blocks: max_blocks.next_power_of_two() }
 }
 
-/// Tables as u32, between which candle copies. Entries that are -1 stay so to the kernels.
-fn upload(packed: &[i32], device: &Device) -> Result<Tensor> {
-    Tensor::new(packed.iter().map(|&entry| entry as u32).collect::<Vec<_>>(), device)
+/// All that a step brings to the device, in one upload: rows and tables. As u32, between which
+/// candle copies; table entries that are -1 stay so to the kernels.
+fn upload(step: &Step, layout: &TableLayout, rows: Rows, device: &Device) -> Result<Tensor> {
+    let mut tables = vec![0; layout.len()];
+    step.pack(layout, &mut tables).map_err(wrap)?;
+    let mut numbers = rows.packed();
+    numbers.extend(tables.iter().map(|&entry| entry as u32));
+    Tensor::new(numbers, device)
 }
 
 impl<'a> DecodeGraph<'a> {
@@ -62,19 +65,17 @@ impl<'a> DecodeGraph<'a> {
         }
         cache.copy_blocks(step.copies())?;
         let (device, layout) = (model.device(), layout_for(step));
-        let mut packed = vec![0; layout.len()];
-        step.pack(&layout, &mut packed).map_err(wrap)?;
-        let tables = upload(&packed, device)?;
+        let numbers = upload(step, &layout, rows, device)?;
+        let inputs = Inputs::new(&numbers, rows)?;
+        let tables = numbers.narrow(0, rows.packed().len(), layout.len())?;
         let attention = Attention { batch_invariant, ..attention_of_tables(&tables, &layout)? };
         let (cache, execution) = (cache.clone(), Execution::of_step(step));
-        let inputs = model.inputs(rows)?;
         let recording = Recording::new(device, || {
             let attend = Recorded { cache: &cache, attention: &attention, execution: &execution };
             model.forward_on(&inputs, &mut { attend })
         })?;
         let scores = recording.result.copy()?;
-        let graph = DecodeGraph { model, layout, tables, packed, inputs, recording, cache };
-        Ok((graph, scores))
+        Ok((DecodeGraph { model, layout, numbers, recording, cache }, scores))
     }
 
     /// Whether the step, of one token per sequence, is as the captured one.
@@ -85,12 +86,10 @@ impl<'a> DecodeGraph<'a> {
     /// Does the copies of such a step and runs it. The scores are overwritten by the next replay.
     ///
     /// # Errors
-    /// If a token is not in the vocabulary, or the GPU fails.
-    pub fn replay(&mut self, step: &Step, rows: Rows) -> Result<&Tensor> {
+    /// If the step does not fit, or the GPU fails.
+    pub fn replay(&self, step: &Step, rows: Rows) -> Result<&Tensor> {
         self.cache.copy_blocks(step.copies())?;
-        step.pack(&self.layout, &mut self.packed).map_err(wrap)?;
-        self.tables.slice_set(&upload(&self.packed, self.model.device())?, 0, 0)?;
-        self.inputs.set(&self.model.inputs(rows)?)?;
+        self.numbers.slice_set(&upload(step, &self.layout, rows, self.model.device())?, 0, 0)?;
         self.recording.replay()?;
         Ok(&self.recording.result)
     }

@@ -169,7 +169,7 @@ fn run<'a>(
         }
         Contender::Graph(cache, graph) => {
             cache.advance()?;
-            match graph.as_mut().filter(|graph| graph.serves(&cache.step)) {
+            match graph.as_ref().filter(|graph| graph.serves(&cache.step)) {
                 Some(graph) => read(graph.replay(&cache.step, rows)?)?,
                 None => {
                     let (new, scores) =
