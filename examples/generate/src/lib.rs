@@ -44,32 +44,14 @@ pub fn device(name: &str) -> candle_core::Result<candle_core::Device> {
         Some(ordinal) => {
             let device = candle_core::Device::new_cuda(ordinal)?;
             #[cfg(feature = "cuda")]
-            for_one_stream(device.as_cuda_device()?)?;
+            // SAFETY: everything of this process is on this device's stream of one thread, so that
+            // no tensor needs events that say when another stream is done with it. candle makes two
+            // per tensor otherwise.
+            unsafe {
+                device.as_cuda_device()?.disable_event_tracking();
+            }
             Ok(device)
         }
         None => candle_core::bail!("\"{name}\" is not a device; allowed: cpu, cuda, cuda:N"),
     }
-}
-
-/// Sets up a device whose only stream is used by one thread.
-#[cfg(feature = "cuda")]
-fn for_one_stream(device: &candle_core::CudaDevice) -> candle_core::Result<()> {
-    use candle_core::cuda_backend::cudarc::driver::{
-        result, sys::CUmemPool_attribute_enum as Pool,
-    };
-    // SAFETY: no tensor needs events that say when another stream is done with it. candle makes two
-    // per tensor otherwise.
-    unsafe { device.disable_event_tracking() };
-    // A step waits for the GPU once, and the pool gives free memory back then, unless told
-    // otherwise: the next step would map all of it again.
-    let mut threshold = u64::MAX;
-    let mut set = || {
-        // SAFETY: the device is that of a context, and the attribute is a u64.
-        unsafe {
-            let pool = result::device::get_mem_pool(device.cuda_stream().context().cu_device())?;
-            let attribute = Pool::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-            result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
-        }
-    };
-    set().map_err(candle_core::Error::wrap)
 }
