@@ -120,8 +120,9 @@
 //! reason. Each stream keeps a workspace, which grows as calls need it, and its latest plans, until
 //! the stream is gone (a thread's default stream: until the thread ends). Calls can be captured in
 //! a CUDA graph after an equal call has loaded their kernels; a captured call allocates its
-//! workspace in the graph, and none of the stream's memory is in there. Candle's `cuda` feature needs nvcc to build, which a few Python wheels have
-//! (`scripts/candle_cuda.sh` in regard's repository); regard's part needs nothing.
+//! workspace in the graph, and none of the stream's memory is in there. Candle's `cuda` feature
+//! needs nvcc to build, which a few Python wheels have (`scripts/candle_cuda.sh` in regard's
+//! repository); regard's part needs nothing.
 //!
 //! With the feature `metal`, which builds on Apple's systems, tensors on an Apple GPU run in
 //! candle's command buffer, on their buffers, without synchronization; candle's encoder orders
