@@ -61,7 +61,7 @@ test_binary() {
     cargo test --release --quiet --no-run --message-format json "${packages[@]}" --test "$1" | python3 -c '
 import json, sys
 built = [json.loads(line) for line in sys.stdin if line.startswith("{")]
-print(next(found["executable"] for found in built if found.get("executable")))'
+print(next(found["executable"] for found in built if found.get("executable") and found["profile"]["test"]))'
 }
 
 build() {
@@ -72,6 +72,8 @@ build() {
     cd examples
     test=$(test_binary cuda)
     strip -o "$out/regard-candle-tests" "$test"
+    test=$(test_binary graphs)
+    strip -o "$out/generate-tests" "$test"
     cargo build --release --quiet "${packages[@]}"
     for program in generate speed; do strip -o "$out/$program" "target/release/$program"; done
     cp generate/prompts.txt "$out"
@@ -101,6 +103,7 @@ case "${1:-}" in
         export REGARD_CUDA_REQUIRED=1 LD_LIBRARY_PATH="$(libraries)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
         # One after the other: one measures when a call returns.
         "$carried/regard-candle-tests" --test-threads 1 "${@:3}"
+        "$carried/generate-tests" --test-threads 1 "${@:3}"
         ;;
     *) echo "candle_cuda.sh: toolkit, build, libraries or test, not '${1:-}'" >&2 && exit 2 ;;
 esac

@@ -6,7 +6,7 @@ use crate::view::{Cpu, refuse, wrap};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use regard::{DType, Float, Inputs, Machine, Memory, Outputs, Plan, Problem, TensorMut};
+use regard::{DType, Float, Inputs, Memory, Outputs, Plan, Problem, TensorMut};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
@@ -102,7 +102,7 @@ impl Execution {
         let prepared = Prepared::new(q, k, v, attention)?;
         let attention = &prepared.attention;
         let held = [&prepared.q, &prepared.k, &prepared.v].map(Tensor::storage_and_layout);
-        let plan = match held.each_ref().map(|(storage, layout)| (&**storage, *layout)) {
+        match held.each_ref().map(|(storage, layout)| (&**storage, *layout)) {
             [
                 (Storage::Cpu(q), q_layout),
                 (Storage::Cpu(k), k_layout),
@@ -111,7 +111,8 @@ impl Execution {
                 let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
                 let place = Cpu { format: self.format };
                 with_inputs(attention, &place, operands, |inputs| {
-                    self.plan_inputs(inputs, &self.threads.machine()?)
+                    let machine = self.threads.machine()?;
+                    Plan::new(&self.problem(inputs)?, &machine).map(Arc::new).map_err(wrap)
                 })
             }
             #[cfg(feature = "cuda")]
@@ -131,20 +132,15 @@ impl Execution {
                 "on a device that is not supported here",
                 "all three on the CPU",
             )),
-        };
-        plan.map(Arc::new)
+        }
     }
 
-    /// A new plan of operands for a machine, without the log-sum-exp.
-    pub(crate) fn plan_inputs<M: Memory>(
-        &self,
-        inputs: &Inputs<M>,
-        machine: &Machine,
-    ) -> Result<Plan> {
+    /// The problem of operands, without the log-sum-exp.
+    pub(crate) fn problem<M: Memory>(&self, inputs: &Inputs<M>) -> Result<Problem> {
         let dtype = self.out_dtype(inputs.q.dtype())?;
         let mut problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
         self.bound(&mut problem);
-        Plan::new(&problem, machine).map_err(wrap)
+        Ok(problem)
     }
 
     /// Bounds ragged lengths that the host has not read.
@@ -159,12 +155,9 @@ impl Execution {
         }
     }
 
-    /// The plan that was made beforehand, or a new one.
-    fn plan_or(&self, new: impl FnOnce() -> Result<Plan>) -> Result<Arc<Plan>> {
-        match &self.plan {
-            Some(plan) => Ok(Arc::clone(plan)),
-            None => new().map(Arc::new),
-        }
+    /// The plan that was made beforehand, or another one.
+    fn plan_or(&self, other: impl FnOnce() -> Result<Arc<Plan>>) -> Result<Arc<Plan>> {
+        self.plan.as_ref().map_or_else(other, |plan| Ok(Arc::clone(plan)))
     }
 }
 
@@ -245,20 +238,26 @@ pub(crate) struct GpuCall {
     pub(crate) plan: Arc<Plan>,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
+    /// Whether kernels may leave elements of the result as they are: rows that no sequence has.
+    /// They are zeros, as on the CPU.
+    pub(crate) zeroed: bool,
 }
 
 impl Fused {
+    /// `plan` is asked for a plan if the caller of the op has none.
     #[cfg(any(feature = "cuda", feature = "metal"))]
     pub(crate) fn gpu_call<M: Memory>(
         &self,
         inputs: &Inputs<M>,
-        machine: &Machine,
+        plan: impl FnOnce(&Problem) -> Result<Arc<Plan>>,
     ) -> Result<GpuCall> {
         let dtype = self.execution.out_dtype(inputs.q.dtype())?;
+        // Checked before anything is allocated: a view with stride 0 can claim any shape.
         let mut problem = Problem::from_inputs(inputs, dtype, self.lse.is_some()).map_err(wrap)?;
         self.execution.bound(&mut problem);
-        let plan = self.execution.plan_or(|| Plan::new(&problem, machine).map_err(wrap))?;
-        Ok(GpuCall { plan, dtype, shape: result_shape(inputs) })
+        let plan = self.execution.plan_or(|| plan(&problem))?;
+        let zeroed = inputs.attention.cu_seqlens_q.is_some() && !self.execution.covers_all_rows;
+        Ok(GpuCall { plan, dtype, shape: result_shape(inputs), zeroed })
     }
 
     fn run<T: Float>(&self, inputs: &Inputs, shape: &[usize]) -> Result<Vec<T>> {
@@ -274,9 +273,10 @@ impl Fused {
                 None => None,
             },
         };
-        let plan = self
-            .execution
-            .plan_or(|| Plan::new(&problem, &self.execution.threads.machine()?).map_err(wrap))?;
+        let plan = self.execution.plan_or(|| {
+            let machine = self.execution.threads.machine()?;
+            Plan::new(&problem, &machine).map(Arc::new).map_err(wrap)
+        })?;
         with_workspace(plan.workspace_bytes(), |workspace| {
             let executor: &dyn regard::cpu::Executor = match self.execution.threads {
                 Threads::Rayon => &RayonPool,

@@ -1,5 +1,9 @@
 //! Tensors on NVIDIA GPUs: on candle's stream, in candle's context, by the addresses of its memory.
 
+mod stream;
+
+use stream::with_state;
+
 use crate::attention::{Fused, GpuCall};
 use crate::merge::MergeParts;
 use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
@@ -12,9 +16,7 @@ use half::{bf16, f16};
 use regard::cuda::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
-use regard::cuda::{
-    Append, AppendLatent, CopyBlocks, DeviceMemory, DeviceViewMut, Gpu, Merge, Workspace,
-};
+use regard::cuda::{Append, AppendLatent, CopyBlocks, DeviceMemory, DeviceViewMut, Gpu, Merge};
 use regard::paged::BlockCopy;
 use regard::{AppendScales, DType, Element, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
@@ -175,10 +177,11 @@ pub(crate) fn plan(
     execution: &Execution,
     attention: &Attention,
     operands: [Operand<Cuda>; 3],
-) -> Result<Plan> {
+) -> Result<Arc<Plan>> {
     let place = Cuda { stream: operands[0].0.device().cuda_stream(), format: execution.format };
     with_inputs(attention, &place, operands, |inputs| {
-        execution.plan_inputs(inputs, gpu(&place.stream)?.machine())
+        let problem = execution.problem(inputs)?;
+        with_state(&place.stream, |state| state.plan(&problem))
     })
 }
 
@@ -186,55 +189,75 @@ pub(crate) fn plan(
 pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaStorage, Shape)> {
     let device = operands[0].0.device().clone();
     let place = Cuda { stream: device.cuda_stream(), format: op.execution.format };
+    let stream = &place.stream;
     with_inputs(&op.attention, &place, operands, |inputs| {
-        let gpu = gpu(&place.stream)?;
-        let GpuCall { plan, dtype, shape } = op.gpu_call(inputs, gpu.machine())?;
-        let mut workspace = Workspace::for_plan(&plan, &place.stream).map_err(wrap)?;
-        let rows = &shape[..shape.len().saturating_sub(1)];
-        // Rows that no sequence has are not written: zeros, as on the CPU.
-        let mut lse = op.lse.as_ref().map(|_| zeros::<f32>(&device, rows)).transpose()?;
-        let mut run = |out| {
-            let mut lent = lse.as_mut().map(|lse| DeviceViewMut::new(lse, &place.stream));
-            let lse = lent.as_mut().map(|lse| lse.tensor(rows, None)).transpose().map_err(wrap)?;
-            let mut outputs = Outputs { out, lse };
-            gpu.run(&plan, &place.stream, inputs, &mut outputs, &mut workspace).map_err(wrap)
-        };
-        let slice = match dtype {
-            DType::F16 => {
-                let mut out = zeros::<f16>(&device, &shape)?;
-                run(DeviceViewMut::new(&mut out, &place.stream)
-                    .tensor(&shape, None)
-                    .map_err(wrap)?)?;
-                Slice::F16(out)
+        with_state(stream, |state| {
+            let GpuCall { plan, dtype, shape, zeroed } =
+                op.gpu_call(inputs, |problem| state.plan(problem))?;
+            let rows = &shape[..shape.len().saturating_sub(1)];
+            let new = NewTensor { device: &device, stream, zeroed };
+            let mut lse = op.lse.as_ref().map(|_| new.memory::<f32>(rows)).transpose()?;
+            let slice = new.floats(dtype, &shape, |out| {
+                let mut lent = lse.as_mut().map(|lse| DeviceViewMut::new(lse, stream));
+                let lse = lent.as_mut().map(|lse| lse.tensor(rows, None)).transpose();
+                let mut outputs = Outputs { out, lse: lse.map_err(wrap)? };
+                state.with_workspace(&plan, stream, |gpu, workspace| {
+                    gpu.run(&plan, stream, inputs, &mut outputs, workspace).map_err(wrap)
+                })
+            })?;
+            if let (Some(to), Some(lse)) = (&op.lse, lse) {
+                let storage = CudaStorage { slice: Slice::F32(lse), device: device.clone() };
+                *to.lock().expect("no pass has panicked") = Some(Storage::Cuda(storage));
             }
-            DType::BF16 => {
-                let mut out = zeros::<bf16>(&device, &shape)?;
-                run(DeviceViewMut::new(&mut out, &place.stream)
-                    .tensor(&shape, None)
-                    .map_err(wrap)?)?;
-                Slice::BF16(out)
-            }
-            _ => {
-                let mut out = zeros::<f32>(&device, &shape)?;
-                run(DeviceViewMut::new(&mut out, &place.stream)
-                    .tensor(&shape, None)
-                    .map_err(wrap)?)?;
-                Slice::F32(out)
-            }
-        };
-        if let (Some(to), Some(lse)) = (&op.lse, lse) {
-            let storage = CudaStorage { slice: Slice::F32(lse), device: device.clone() };
-            *to.lock().expect("no pass has panicked") = Some(Storage::Cuda(storage));
-        }
-        Ok((CudaStorage { slice, device: device.clone() }, Shape::from(shape)))
+            Ok((CudaStorage { slice, device: device.clone() }, Shape::from(shape)))
+        })
     })
 }
 
-fn zeros<T: Element + DeviceRepr + ValidAsZeroBits>(
-    device: &CudaDevice,
-    shape: &[usize],
-) -> Result<CudaSlice<T>> {
-    device.alloc_zeros(shape.iter().product())
+/// How memory of results is made.
+struct NewTensor<'a> {
+    device: &'a CudaDevice,
+    stream: &'a CudaStream,
+    /// Zeros, or whatever is there: for kernels that write every element.
+    zeroed: bool,
+}
+
+impl NewTensor<'_> {
+    fn memory<T: DeviceRepr + ValidAsZeroBits>(&self, shape: &[usize]) -> Result<CudaSlice<T>> {
+        let count = shape.iter().product();
+        match self.zeroed {
+            true => self.device.alloc_zeros(count),
+            // SAFETY: the kernels that are queued next write every element, of rows that see no key
+            // too, before anything else on the stream reads it. If they are not queued, nobody gets
+            // this memory.
+            false => unsafe { self.device.alloc(count) },
+        }
+    }
+
+    /// Memory of that shape, which `run` writes.
+    fn written<T: Element + DeviceRepr + ValidAsZeroBits>(
+        &self,
+        shape: &[usize],
+        run: impl FnOnce(TensorMut<DeviceMemory>) -> Result<()>,
+    ) -> Result<CudaSlice<T>> {
+        let mut memory = self.memory::<T>(shape)?;
+        run(DeviceViewMut::new(&mut memory, self.stream).tensor(shape, None).map_err(wrap)?)?;
+        Ok(memory)
+    }
+
+    /// The same for results of the floating type `dtype`.
+    fn floats(
+        &self,
+        dtype: DType,
+        shape: &[usize],
+        run: impl FnOnce(TensorMut<DeviceMemory>) -> Result<()>,
+    ) -> Result<Slice> {
+        Ok(match dtype {
+            DType::F16 => Slice::F16(self.written::<f16>(shape, run)?),
+            DType::BF16 => Slice::BF16(self.written::<bf16>(shape, run)?),
+            _ => Slice::F32(self.written::<f32>(shape, run)?),
+        })
+    }
 }
 
 /// Queues an append on candle's stream.
@@ -332,29 +355,15 @@ pub(crate) fn merge(
     let rows = &shape[..shape.len().saturating_sub(1)];
     let (parts, _parts) = place.view("parts", parts.0, parts.1)?;
     let (part_lse, _part_lse) = place.view("part_lse", part_lse.0, part_lse.1)?;
-    let mut lse = zeros::<f32>(&device, rows)?;
-    let mut run = |out: TensorMut<DeviceMemory>| {
+    // Rows without elements are not looked at.
+    let zeroed = shape.last() == Some(&0);
+    let new = NewTensor { device: &device, stream: &place.stream, zeroed };
+    let mut lse = new.memory::<f32>(rows)?;
+    let slice = new.floats(parts.dtype(), &shape, |out| {
         let mut lent = DeviceViewMut::new(&mut lse, &place.stream);
         let lse = Some(lent.tensor(rows, None).map_err(wrap)?);
         gpu.merge(&place.stream, &mut Merge { parts, part_lse, out, lse }).map_err(wrap)
-    };
-    let slice = match parts.dtype() {
-        DType::F16 => {
-            let mut out = zeros::<f16>(&device, &shape)?;
-            run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
-            Slice::F16(out)
-        }
-        DType::BF16 => {
-            let mut out = zeros::<bf16>(&device, &shape)?;
-            run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
-            Slice::BF16(out)
-        }
-        _ => {
-            let mut out = zeros::<f32>(&device, &shape)?;
-            run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
-            Slice::F32(out)
-        }
-    };
+    })?;
     let storage = CudaStorage { slice: Slice::F32(lse), device: device.clone() };
     *op.lse.lock().expect("no pass has panicked") = Some(Storage::Cuda(storage));
     Ok((CudaStorage { slice, device }, Shape::from(shape)))

@@ -117,8 +117,12 @@
 //!
 //! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context,
 //! on their memory, without synchronization. A problem without a kernel is an error with the
-//! reason. Candle's `cuda` feature needs nvcc to build, which a few Python wheels have
-//! (`scripts/candle_cuda.sh` in regard's repository); regard's part needs nothing.
+//! reason. Each stream keeps a workspace, which grows as calls need it, and its latest plans, until
+//! the stream is gone (a thread's default stream: until the thread ends). Calls can be captured in
+//! a CUDA graph after an equal call has loaded their kernels; a captured call allocates its
+//! workspace in the graph, and none of the stream's memory is in there. Candle's `cuda` feature
+//! needs nvcc to build, which a few Python wheels have (`scripts/candle_cuda.sh` in regard's
+//! repository); regard's part needs nothing.
 //!
 //! With the feature `metal`, which builds on Apple's systems, tensors on an Apple GPU run in
 //! candle's command buffer, on their buffers, without synchronization; candle's encoder orders
@@ -155,7 +159,8 @@ pub use drop_in::{
 };
 pub use merge::merge;
 pub use options::{
-    Attention, CacheFormat, Execution, Threads, attention_of_step, grouped_attention_of_step,
+    Attention, CacheFormat, Execution, Threads, attention_of_step, attention_of_tables,
+    grouped_attention_of_step,
 };
 pub use paged::{CacheShape, PagedCache};
 pub use regard;

@@ -18,7 +18,7 @@ use objc2_metal::MTLSize;
 use regard::metal::device::{BufferObject, Encoder, Gpu, PipelineObject};
 use regard::metal::{Append, AppendLatent, BufferView, Merge, MetalMemory};
 use regard::paged::BlockCopy;
-use regard::{AppendScales, DType, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
+use regard::{AppendScales, DType, MAX_RANK, Outputs, Plan, Problem, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -212,10 +212,12 @@ pub(crate) fn plan(
     execution: &Execution,
     attention: &Attention,
     operands: [Operand<Metal>; 3],
-) -> Result<Plan> {
+) -> Result<Arc<Plan>> {
     let gpu = gpu(operands[0].0.device())?;
     let place = Metal { format: execution.format };
-    with_inputs(attention, &place, operands, |inputs| execution.plan_inputs(inputs, gpu.machine()))
+    with_inputs(attention, &place, operands, |inputs| {
+        Plan::new(&execution.problem(inputs)?, gpu.machine()).map(Arc::new).map_err(wrap)
+    })
 }
 
 /// Encodes attention in candle's command buffer.
@@ -224,9 +226,9 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Metal>; 3]) -> Result<(Meta
     let gpu = gpu(&device)?;
     let place = Metal { format: op.execution.format };
     with_inputs(&op.attention, &place, operands, |inputs| {
-        let GpuCall { plan, dtype, shape } = op.gpu_call(inputs, gpu.machine())?;
-        // Rows that no sequence has are not written: zeros, as on the CPU.
-        let zeroed = inputs.attention.cu_seqlens_q.is_some();
+        let new_plan =
+            |problem: &Problem| Plan::new(problem, gpu.machine()).map(Arc::new).map_err(wrap);
+        let GpuCall { plan, dtype, shape, zeroed } = op.gpu_call(inputs, new_plan)?;
         let rows = &shape[..shape.len().saturating_sub(1)];
         let out = NewTensor::new(&device, dtype, &shape, zeroed)?;
         let lse = match &op.lse {

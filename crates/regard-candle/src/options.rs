@@ -44,8 +44,14 @@ pub struct Execution {
     pub max_query_len: Option<usize>,
     /// Keys of the longest sequence of ragged keys, likewise.
     pub max_kv_len: Option<usize>,
+    /// Whether every row of a ragged batch belongs to a sequence, and none is beyond
+    /// `max_query_len`, as in a step ([`Execution::of_step`]). A GPU then need not fill the results
+    /// with zeros first, which is one launch less per call. If it is set and not so, those rows of
+    /// the results have any values.
+    pub covers_all_rows: bool,
     /// A plan made beforehand ([`Execution::plan`]), for every layer that has these shapes. Without
-    /// one, each call plans for itself, which takes microseconds.
+    /// one, each call plans for itself, which takes microseconds; on NVIDIA GPUs it finds the plan
+    /// of an earlier call with the same shapes and options.
     pub plan: Option<Arc<Plan>>,
 }
 
@@ -85,6 +91,21 @@ impl CacheFormat {
 /// If the device cannot hold the tables.
 pub fn attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
     StepTables::upload(step, device)?.attention(&step.table_layout())
+}
+
+/// [`attention_of_step`] over tables that the caller has brought to the device:
+/// [`Step::pack`](regard::paged::Step::pack) by that layout, in one vector of i32 or u32. An engine
+/// that captures its steps in CUDA graphs overwrites the vector before each replay. Candle does
+/// that to a vector of u32 ([`Tensor::slice_set`]).
+///
+/// # Errors
+/// If the vector is not as long as the layout.
+pub fn attention_of_tables(packed: &Tensor, layout: &TableLayout) -> Result<Attention> {
+    if packed.dims() != [layout.len()] {
+        let found = format!("of shape {:?}", packed.dims());
+        return Err(refuse("packed", found, &format!("[{}]", layout.len())));
+    }
+    StepTables(packed.clone()).attention(layout)
 }
 
 /// [`attention_of_step`] with the prefix groups of the step: sequences that share pages read them
@@ -219,6 +240,13 @@ pub(crate) fn with_inputs<P: Place, R>(
 }
 
 impl Execution {
+    /// The facts of a finished step, for [`PagedCache::attention`](crate::PagedCache::attention)
+    /// and other attention over its tables ([`attention_of_step`]).
+    pub fn of_step(step: &Step) -> Execution {
+        let max_query_len = Some(step.max_query_len());
+        Execution { max_query_len, covers_all_rows: true, ..Execution::default() }
+    }
+
     /// The type of the result for queries of that type.
     pub(crate) fn out_dtype(&self, queries: regard::DType) -> Result<regard::DType> {
         match self.out_dtype {

@@ -80,8 +80,7 @@ impl<'a> Paged<'a> {
         };
         let batch_invariant = mode == Mode::BatchInvariant;
         let attention = Attention { batch_invariant, ..attention };
-        let max_query_len = Some(step.max_query_len());
-        let execution = Execution { threads, max_query_len, ..Execution::default() };
+        let execution = Execution { threads, ..Execution::of_step(step) };
         Ok(Paged { cache, step, attention, execution, stopwatch })
     }
 }

@@ -9,6 +9,7 @@
 
 use crate::attend::{Attend, Mode, Paged};
 use crate::cache::CacheType;
+use crate::graph::Graphs;
 use crate::model::{Llama, Rows};
 use crate::prefix::{Retained, common};
 use candle_core::{D, Result, Tensor};
@@ -35,6 +36,9 @@ pub struct Settings {
     pub mode: Mode,
     /// Whether requests share the pages of a common beginning.
     pub share_prefixes: bool,
+    /// Whether steps that only decode are captured in CUDA graphs. Of these, the time in attention
+    /// is not known.
+    pub graphs: bool,
 }
 
 impl Default for Settings {
@@ -47,6 +51,7 @@ impl Default for Settings {
             step_tokens: 256,
             mode: Mode::default(),
             share_prefixes: true,
+            graphs: false,
         }
     }
 }
@@ -99,6 +104,8 @@ pub struct Statistics {
     pub mixed_steps: usize,
     /// Steps in which requests read shared pages together.
     pub grouped_steps: usize,
+    /// Steps that ran as CUDA graphs, the captured ones included.
+    pub graph_steps: usize,
     /// Time in all steps.
     pub time: Duration,
     /// Time in steps that only decoded.
@@ -159,6 +166,7 @@ pub struct Engine<'a> {
     running: Vec<Running>,
     retained: Retained,
     step: Step,
+    graphs: Graphs<'a>,
     next_id: u64,
     statistics: Statistics,
 }
@@ -180,6 +188,9 @@ impl<'a> Engine<'a> {
                 "{requests} requests in steps of {step_tokens} tokens: a step has a token for each"
             );
         }
+        if settings.graphs && !model.device().is_cuda() {
+            candle_core::bail!("graphs: the model is on the CPU; allowed: on an NVIDIA GPU");
+        }
         let config = model.config();
         let shape = CacheShape {
             layers: config.layers,
@@ -197,6 +208,7 @@ impl<'a> Engine<'a> {
             running: Vec::new(),
             retained: Retained::default(),
             step: Step::new(),
+            graphs: Graphs::default(),
             next_id: 0,
             statistics: Statistics::default(),
         })
@@ -312,17 +324,7 @@ impl<'a> Engine<'a> {
         }
         self.step.finish(&self.pages).map_err(wrap)?;
 
-        let mut attend =
-            Paged::new(&self.cache, &self.step, self.model.weights(), self.settings.mode)?;
-        let rows = Rows { tokens: &tokens, positions: self.step.positions(), wanted: &wanted };
-        let next = match wanted.is_empty() {
-            true => {
-                self.model.forward(Rows { wanted: &[0], ..rows }, &mut attend)?;
-                Vec::new()
-            }
-            false => greedy(&self.model.forward(rows, &mut attend)?)?,
-        };
-        let attention_time = attend.spent();
+        let (next, attention_time) = self.run(&tokens, &wanted, prompt_rows == 0)?;
         let mut events = Vec::with_capacity(ends.len());
         for (request, (token, margin)) in ends.into_iter().zip(next) {
             events.push(self.extend(request, token, margin)?);
@@ -343,6 +345,35 @@ impl<'a> Engine<'a> {
             statistics.decode_step_rows += decode_rows;
         }
         Ok(events)
+    }
+
+    /// Runs the model on the tokens of the step; the best tokens of the wanted rows, and the time
+    /// in attention.
+    fn run(
+        &mut self,
+        tokens: &[u32],
+        wanted: &[u32],
+        decodes: bool,
+    ) -> Result<(Vec<(u32, f32)>, Duration)> {
+        let Engine { model, settings, cache, step, .. } = self;
+        let (model, mode) = (*model, settings.mode);
+        let rows = Rows { tokens, positions: step.positions(), wanted };
+        if settings.graphs && decodes && !mode.groups(step) {
+            let invariant = mode == Mode::BatchInvariant;
+            if let Some(scores) = self.graphs.scores(model, cache, step, rows, invariant)? {
+                self.statistics.graph_steps += 1;
+                return Ok((greedy(&scores)?, Duration::ZERO));
+            }
+        }
+        let mut attend = Paged::new(cache, step, model.weights(), mode)?;
+        let next = match wanted.is_empty() {
+            true => {
+                model.forward(Rows { wanted: &[0], ..rows }, &mut attend)?;
+                Vec::new()
+            }
+            false => greedy(&model.forward(rows, &mut attend)?)?,
+        };
+        Ok((next, attend.spent()))
     }
 
     fn index_of(&self, id: RequestId) -> usize {

@@ -7,12 +7,14 @@
 //! - [`cache`]: the storage of keys and values;
 //! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan per step, shared
 //!   prefixes, preemption;
+//! - [`graph`]: decode steps captured in CUDA graphs;
 //! - [`stopwatch`]: the time of a part of the work, on the host or on a GPU;
 //! - [`text`]: tokenizer and chat template.
 
 pub mod attend;
 pub mod cache;
 pub mod engine;
+pub mod graph;
 pub mod model;
 mod prefix;
 pub mod stopwatch;
@@ -39,7 +41,17 @@ pub fn device(name: &str) -> candle_core::Result<candle_core::Device> {
         Some(_) if !candle_core::utils::cuda_is_available() => {
             candle_core::bail!("{name} needs a build with `--features cuda` (docs/serving.md)")
         }
-        Some(ordinal) => candle_core::Device::new_cuda(ordinal),
+        Some(ordinal) => {
+            let device = candle_core::Device::new_cuda(ordinal)?;
+            #[cfg(feature = "cuda")]
+            // SAFETY: everything of this process is on this device's stream of one thread, so that
+            // no tensor needs events that say when another stream is done with it. candle makes two
+            // per tensor otherwise.
+            unsafe {
+                device.as_cuda_device()?.disable_event_tracking();
+            }
+            Ok(device)
+        }
         None => candle_core::bail!("\"{name}\" is not a device; allowed: cpu, cuda, cuda:N"),
     }
 }

@@ -74,6 +74,9 @@ struct Arguments {
     /// Device of the model: cpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = generate::device)]
     device: Device,
+    /// Capture steps that only decode in CUDA graphs: one launch per step
+    #[arg(long)]
+    graphs: bool,
     /// Implementation of attention; candle's serves one request after the other
     #[arg(long, value_enum, default_value_t = Attention::Regard)]
     attention: Attention,
@@ -183,6 +186,7 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
         step_tokens: arguments.step_tokens,
         mode: arguments.mode(),
         share_prefixes: !arguments.no_shared_prefixes,
+        graphs: arguments.graphs,
     };
     let mut engine = Engine::new(model, settings)?;
     let mut requests: BTreeMap<RequestId, (usize, Stream)> = BTreeMap::new();
@@ -234,13 +238,16 @@ fn report(
         "{asked} prompt tokens ({} computed, {} shared), first token after {first_token:.2} s",
         found.prompt_rows, found.shared_tokens
     );
-    eprintln!(
-        "{generated} tokens in {time:.2} s: {:.1} tokens/s, {:.1} in steps that only decode, \
-         attention {:.0}% of these",
+    eprint!(
+        "{generated} tokens in {time:.2} s: {:.1} tokens/s, {:.1} in steps that only decode",
         generated as f64 / time,
         found.decode_step_rows as f64 / found.decode_time.as_secs_f64(),
-        100.0 * found.decode_attention_time.as_secs_f64() / found.decode_time.as_secs_f64()
     );
+    let share = found.decode_attention_time.as_secs_f64() / found.decode_time.as_secs_f64();
+    match arguments.graphs {
+        true => eprintln!(", {} of these graphs", found.graph_steps),
+        false => eprintln!(", attention {:.0}% of these", 100.0 * share),
+    }
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     eprint!(
         "{} steps, {} of them mixed, {} preemptions; at most {} pages of {} ({:.1} MiB)",

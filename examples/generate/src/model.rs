@@ -151,6 +151,35 @@ pub struct Rows<'a> {
     pub wanted: &'a [u32],
 }
 
+impl Rows<'_> {
+    /// All numbers of the rows, for one upload.
+    pub fn packed(&self) -> Vec<u32> {
+        [self.tokens, self.positions, self.wanted].concat()
+    }
+}
+
+/// [`Rows`] on the model's device.
+pub struct Inputs {
+    tokens: Tensor,
+    positions: Tensor,
+    wanted: Tensor,
+}
+
+impl Inputs {
+    /// Views of [`Rows::packed`] on the device, of as many tokens and wanted rows as `rows` has.
+    ///
+    /// # Errors
+    /// If the vector has another length.
+    pub fn new(packed: &Tensor, rows: Rows) -> Result<Inputs> {
+        let (count, wanted) = (rows.tokens.len(), rows.wanted.len());
+        Ok(Inputs {
+            tokens: packed.narrow(0, 0, count)?,
+            positions: packed.narrow(0, count, count)?,
+            wanted: packed.narrow(0, 2 * count, wanted)?,
+        })
+    }
+}
+
 /// A model, ready to run.
 pub struct Llama {
     config: Config,
@@ -159,8 +188,8 @@ pub struct Llama {
     layers: Vec<Layer>,
     norm: RmsNorm,
     output: QMatMul,
-    /// Rotation per position, for each pair of a head.
-    frequencies: Vec<f32>,
+    /// Cosines and sines of every position's rotation, `[context, head_dim / 2]`.
+    rotation: [Tensor; 2],
     device: Device,
 }
 
@@ -256,9 +285,9 @@ impl Llama {
             }
             false => vec![1.0; config.head_dim / 2],
         };
-        let frequencies = frequencies(&config, &stretch);
+        let rotation = rotation(&config, &stretch, weights.dtype(), device)?;
         let device = device.clone();
-        let model = Llama { config, weights, embedding, layers, norm, output, frequencies, device };
+        let model = Llama { config, weights, embedding, layers, norm, output, rotation, device };
         Ok((model, content))
     }
 
@@ -299,7 +328,7 @@ impl Llama {
             norm: norm()?,
             output: if tied { embedding.clone() } else { matrix(vocabulary, hidden)? },
             embedding,
-            frequencies: frequencies(&config, &vec![1.0; head_dim / 2]),
+            rotation: rotation(&config, &vec![1.0; head_dim / 2], weights.dtype(), device)?,
             device: device.clone(),
             config,
         })
@@ -326,15 +355,34 @@ impl Llama {
     /// # Errors
     /// If a token is not in the vocabulary, or attention fails.
     pub fn forward(&self, rows: Rows, attend: &mut dyn Attend) -> Result<Tensor> {
+        self.forward_on(&self.inputs(rows)?, attend)
+    }
+
+    /// Rows on the device: all that a pass brings there, in one upload.
+    ///
+    /// # Errors
+    /// If the device has too little memory.
+    pub fn inputs(&self, rows: Rows) -> Result<Inputs> {
+        Inputs::new(&Tensor::new(rows.packed(), &self.device)?, rows)
+    }
+
+    /// [`Llama::forward`] of rows that are on the device.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn forward_on(&self, inputs: &Inputs, attend: &mut dyn Attend) -> Result<Tensor> {
         let Config { heads, kv_heads, head_dim, .. } = self.config;
-        let count = rows.tokens.len();
-        let (cos, sin) = self.rotation(rows.positions)?;
+        let Inputs { tokens, positions, wanted } = inputs;
+        let count = tokens.elem_count();
+        let [cos, sin] =
+            self.rotation.each_ref().map(|table| table.index_select(positions, 0)?.unsqueeze(1));
+        let (cos, sin) = (cos?, sin?);
         // One row per batch entry, so that each row has its own position and nothing is transposed.
         let rotate = |x: Tensor, heads: usize| {
             let x = x.reshape((count, heads, 1, head_dim))?;
             candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?.reshape((count, heads, head_dim))
         };
-        let mut x = self.embedding.embedding(&Tensor::new(rows.tokens, &self.device)?)?;
+        let mut x = self.embedding.embedding(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let normed = layer.attention_norm.forward(&x)?;
             let query = rotate(layer.query.forward(&normed)?, heads)?;
@@ -348,20 +396,25 @@ impl Llama {
                 * layer.up.forward(&normed)?)?;
             x = (x + layer.down.forward(&gated)?)?;
         }
-        let wanted = x.index_select(&Tensor::new(rows.wanted, &self.device)?, 0)?;
+        let wanted = x.index_select(wanted, 0)?;
         self.output.forward(&self.norm.forward(&wanted)?)?.to_dtype(DType::F32)
     }
+}
 
-    /// Cosines and sines, `[rows, 1, head_dim / 2]`.
-    fn rotation(&self, positions: &[u32]) -> Result<(Tensor, Tensor)> {
-        let angles = positions.iter().flat_map(|&position| {
-            self.frequencies.iter().map(move |frequency| position as f32 * frequency)
-        });
-        let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(f32::sin_cos).unzip();
-        let shape = (positions.len(), 1, self.frequencies.len());
-        let there = |x| Tensor::from_vec(x, shape, &self.device)?.to_dtype(self.weights.dtype());
-        Ok((there(cos)?, there(sin)?))
-    }
+/// Cosines and sines of the rotation of every position, for each pair of a head.
+fn rotation(
+    config: &Config,
+    stretch: &[f32],
+    dtype: DType,
+    device: &Device,
+) -> Result<[Tensor; 2]> {
+    let frequencies = frequencies(config, stretch);
+    let angles = (0..config.context)
+        .flat_map(|position| frequencies.iter().map(move |frequency| position as f32 * frequency));
+    let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(f32::sin_cos).unzip();
+    let shape = (config.context, frequencies.len());
+    let there = |x| Tensor::from_vec(x, shape, device)?.to_dtype(dtype);
+    Ok([there(cos)?, there(sin)?])
 }
 
 /// Rotation per position, for each pair of a head, its wavelength stretched by these factors.

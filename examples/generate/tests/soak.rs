@@ -61,6 +61,7 @@ fn soak(file: &str, cache: CacheType) {
         step_tokens: 40,
         mode: Mode::BatchInvariant,
         share_prefixes: true,
+        graphs: false,
     };
     let mut engine = Engine::new(&model, settings).expect("sound");
     let systems: Vec<Vec<u32>> =

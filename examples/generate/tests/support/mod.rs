@@ -103,15 +103,23 @@ pub fn write(name: &str) -> PathBuf {
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (*key, value)).collect();
     let tensors: Vec<(&str, &QTensor)> =
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let mut file = std::fs::File::create(&path).expect("a file in cargo's own folder");
+    // Tests that were built on another machine have no folder of cargo's.
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let folder = if folder.exists() { folder } else { std::env::temp_dir() };
+    let path = folder.join(name);
+    let mut file = std::fs::File::create(&path).expect("a file in a folder for such files");
     gguf_file::write(&mut file, &metadata, &tensors).expect("room on the disk");
     path
 }
 
 /// The model.
 pub fn model(name: &str, weights: Weights) -> Llama {
-    Llama::load(&write(name), weights, &Device::Cpu).expect("what was just written").0
+    model_on(&Device::Cpu, name, weights)
+}
+
+/// The model on a device.
+pub fn model_on(device: &Device, name: &str, weights: Weights) -> Llama {
+    Llama::load(&write(name), weights, device).expect("what was just written").0
 }
 
 /// A request with random tokens after the given ones.

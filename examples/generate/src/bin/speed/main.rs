@@ -101,6 +101,12 @@ enum Command {
         /// regard's caches
         #[arg(long = "cache", value_enum, value_delimiter = ',', default_value = "model")]
         caches: Vec<CacheType>,
+        /// Measure steps captured in CUDA graphs too
+        #[arg(long)]
+        graphs: bool,
+        /// Leave candle's attention out
+        #[arg(long)]
+        no_candle: bool,
         /// File of the results
         #[arg(long)]
         out: PathBuf,
@@ -169,11 +175,14 @@ struct Served {
     attention: String,
     /// The cache's type.
     cache: String,
+    /// Whether the step is a CUDA graph.
+    #[serde(default)]
+    graph: bool,
     requests: usize,
     context: usize,
-    /// Medians, in milliseconds.
+    /// Medians, in milliseconds; that of attention is not known of graphs.
     step_ms: f64,
-    attention_ms: f64,
+    attention_ms: Option<f64>,
 }
 
 /// Requests and tokens, from `16x512`.
@@ -254,10 +263,16 @@ fn run(command: Command) -> Result<()> {
             let prefixes = measure::prefixes(&model, &requests, shared)?;
             write(&out, &Results { prefixes, ..Results::default() })
         }
-        Command::Shapes { shapes, device, at, caches, out } => {
+        Command::Shapes { shapes, device, at, caches, graphs, no_candle, out } => {
+            let mut kinds = Vec::new();
+            for cache in caches {
+                kinds.push(shapes::Kind::Regard(cache));
+                kinds.extend(graphs.then_some(shapes::Kind::Graph(cache)));
+            }
+            kinds.extend((!no_candle).then_some(shapes::Kind::Candle));
             let mut served = Vec::new();
             for shape in shapes {
-                served.extend(shapes::served(&shape, &device, &at, &caches)?);
+                served.extend(shapes::served(&shape, &device, &at, &kinds)?);
             }
             print!("{}", shapes::table(&served));
             write(&out, &Results { served, ..Results::default() })

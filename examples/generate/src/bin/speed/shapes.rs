@@ -5,10 +5,11 @@ use super::measure::{median, tokens};
 use candle_core::{D, DType, Device, Result, Tensor};
 use generate::attend::{Attend, Composed, Mode, Paged};
 use generate::cache::{CacheType, rows_for};
+use generate::graph::DecodeGraph;
 use generate::model::{Config, Llama, Rows, Shape};
 use regard::paged::{PageAllocator, SequenceId, Step};
 use regard_candle::{CacheShape, PagedCache, attention_of_step};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Steps that are not counted, and steps that are.
 const WARM_UP: usize = 4;
@@ -97,32 +98,52 @@ impl Cache {
         Ok(Cache { cache, pages, sequences, step: Step::new() })
     }
 
-    /// The attention of the next step.
-    fn attend(&mut self, model: &Llama) -> Result<Paged<'_>> {
+    /// Adds a token to every sequence.
+    fn advance(&mut self) -> Result<()> {
         let wrap = candle_core::Error::wrap;
         self.step.clear();
         for &sequence in &self.sequences {
             self.step.append(&mut self.pages, sequence, 1).map_err(wrap)?;
         }
-        self.step.finish(&self.pages).map_err(wrap)?;
+        self.step.finish(&self.pages).map_err(wrap)
+    }
+
+    /// The attention of the next step.
+    fn attend(&mut self, model: &Llama) -> Result<Paged<'_>> {
+        self.advance()?;
         Paged::new(&self.cache, &self.step, model.weights(), Mode::Flat)
     }
 }
 
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// regard over a cache of that type.
+    Regard(CacheType),
+    /// The same, steps captured in a graph.
+    Graph(CacheType),
+    /// candle's products and softmax.
+    Candle,
+}
+
 /// The implementation that computes the attention.
-enum Contender {
+enum Contender<'a> {
     Regard(Box<Cache>),
+    Graph(Box<Cache>, Option<DecodeGraph<'a>>),
     Candle(Composed),
 }
 
-/// regard over such a cache, or candle.
-fn contender(
-    model: &Llama,
-    cache: Option<CacheType>,
+/// An implementation, with that many sequences and tokens in its cache.
+fn contender<'a>(
+    model: &'a Llama,
+    kind: Kind,
     (requests, context): (usize, usize),
-) -> Result<Contender> {
-    if let Some(kind) = cache {
-        return Ok(Contender::Regard(Box::new(Cache::new(model, kind, requests, context)?)));
+) -> Result<Contender<'a>> {
+    let cache = |kind| Cache::new(model, kind, requests, context).map(Box::new);
+    match kind {
+        Kind::Regard(kind) => return Ok(Contender::Regard(cache(kind)?)),
+        Kind::Graph(kind) => return Ok(Contender::Graph(cache(kind)?, None)),
+        Kind::Candle => {}
     }
     let Config { layers, kv_heads, head_dim, .. } = *model.config();
     let mut composed = Composed::new(layers, requests, model.device())?;
@@ -133,53 +154,71 @@ fn contender(
     Ok(Contender::Candle(composed))
 }
 
+/// Runs a step; the time in attention, if it is known.
+fn run<'a>(
+    model: &'a Llama,
+    contender: &mut Contender<'a>,
+    rows: Rows,
+) -> Result<Option<Duration>> {
+    let read = |scores: &Tensor| scores.argmax(D::Minus1)?.to_vec1::<u32>().map(drop);
+    match contender {
+        Contender::Regard(cache) => {
+            let mut attend = cache.attend(model)?;
+            read(&model.forward(rows, &mut attend)?)?;
+            Ok(Some(attend.spent()))
+        }
+        Contender::Graph(cache, graph) => {
+            cache.advance()?;
+            match graph.as_ref().filter(|graph| graph.serves(&cache.step)) {
+                Some(graph) => read(graph.replay(&cache.step, rows)?)?,
+                None => {
+                    let (new, scores) =
+                        DecodeGraph::capture(model, &cache.cache, &cache.step, rows, false)?;
+                    *graph = Some(new);
+                    read(&scores)?;
+                }
+            }
+            Ok(None)
+        }
+        Contender::Candle(attend) => {
+            let before = attend.spent();
+            read(&model.forward(rows, attend)?)?;
+            Ok(Some(attend.spent() - before))
+        }
+    }
+}
+
 /// Medians of a step and of its attention, in milliseconds.
-fn decode(
-    model: &Llama,
-    contender: &mut Contender,
+fn decode<'a>(
+    model: &'a Llama,
+    contender: &mut Contender<'a>,
     (requests, context): (usize, usize),
-) -> Result<(f64, f64)> {
+) -> Result<(f64, Option<f64>)> {
     let (mut whole, mut part) = (Vec::new(), Vec::new());
     let (inputs, wanted) = (tokens(requests, 1), (0..requests as u32).collect::<Vec<_>>());
     let inputs: Vec<u32> = inputs.iter().map(|token| token % 1000).collect();
     for step in 0..WARM_UP + STEPS {
         let positions = vec![(context + step) as u32; requests];
         let rows = Rows { tokens: &inputs, positions: &positions, wanted: &wanted };
-        let run = |attend: &mut dyn Attend| -> Result<()> {
-            model.forward(rows, attend)?.argmax(D::Minus1)?.to_vec1::<u32>().map(drop)
-        };
         let begun = Instant::now();
-        let attention = match contender {
-            Contender::Regard(cache) => {
-                let mut attend = cache.attend(model)?;
-                run(&mut attend)?;
-                let step_ms = begun.elapsed();
-                (step_ms, attend.spent())
-            }
-            Contender::Candle(attend) => {
-                let before = attend.spent();
-                let begun = Instant::now();
-                run(attend)?;
-                let step_ms = begun.elapsed();
-                (step_ms, attend.spent() - before)
-            }
-        };
+        let attention = run(model, contender, rows)?;
+        let time = begun.elapsed();
         if step >= WARM_UP {
-            whole.push(attention.0.as_secs_f64() * 1e3);
-            part.push(attention.1.as_secs_f64() * 1e3);
+            whole.push(time.as_secs_f64() * 1e3);
+            part.extend(attention.map(|time| time.as_secs_f64() * 1e3));
         }
     }
-    Ok((median(whole), median(part)))
+    let attention = (!part.is_empty()).then(|| median(part));
+    Ok((median(whole), attention))
 }
 
-/// Decode steps of that many requests after that many tokens, each with regard's attention over
-/// each kind of cache, and with candle's. Points that do not fit in memory are reported and left
-/// out.
+/// Decode steps of that many requests after that many tokens, of each kind. Points that do not fit
+/// in memory are reported and left out.
 pub fn served(
     name: &str,
     device: &Device,
     points: &[(usize, usize)],
-    caches: &[CacheType],
+    kinds: &[Kind],
 ) -> Result<Vec<Served>> {
     let begun = Instant::now();
     let model = Llama::random(&shape(name)?, device)?;
@@ -188,14 +227,19 @@ pub fn served(
     let mut found = Vec::new();
     for &(requests, context) in points {
         let point = (requests, context);
-        for kind in caches.iter().copied().map(Some).chain([None]) {
-            let (attention, cache) = match kind {
-                // The model computes in bf16.
-                Some(CacheType::Model) => ("regard", "bf16"),
-                Some(kind) => ("regard", kind.name()),
-                None => ("candle", "bf16"),
+        for &kind in kinds {
+            // The model computes in bf16.
+            let cache_name = |kind| match kind {
+                CacheType::Model => "bf16",
+                _ => kind.name(),
             };
-            let what = format!("{name}, {requests} x {context}, {attention}, {cache}");
+            let (attention, cache, graph) = match kind {
+                Kind::Regard(kind) => ("regard", cache_name(kind), false),
+                Kind::Graph(kind) => ("regard", cache_name(kind), true),
+                Kind::Candle => ("candle", "bf16", false),
+            };
+            let in_graph = if graph { ", in a graph" } else { "" };
+            let what = format!("{name}, {requests} x {context}, {attention}, {cache}{in_graph}");
             let times = contender(&model, kind, point)
                 .and_then(|mut contender| decode(&model, &mut contender, point));
             let (step_ms, attention_ms) = match times {
@@ -205,12 +249,19 @@ pub fn served(
                     continue;
                 }
             };
-            eprintln!("{what}: {step_ms:.2} ms, attention {attention_ms:.3} ms");
+            match attention_ms {
+                Some(part) => eprintln!(
+                    "{what}: {step_ms:.2} ms, attention {part:.3} ms, {:.1} us per layer",
+                    1e3 * part / model.config().layers as f64
+                ),
+                None => eprintln!("{what}: {step_ms:.2} ms"),
+            }
             let [model, attention, cache] = [name, attention, cache].map(str::to_string);
             found.push(Served {
                 model,
                 attention,
                 cache,
+                graph,
                 requests,
                 context,
                 step_ms,
@@ -228,30 +279,28 @@ pub fn table(served: &[Served]) -> String {
          | its share | candle: tokens/s | attention | its share | tokens/s, regard to candle |\n\
          |---|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
+    let rate = |served: &Served| served.requests as f64 / served.step_ms * 1e3;
+    let attention = |served: &Served| match served.attention_ms {
+        Some(ms) => format!("{ms:.2} ms | {:.0}%", 100.0 * ms / served.step_ms),
+        None => "- | -".to_string(),
+    };
     for ours in served.iter().filter(|served| served.attention == "regard") {
-        let rate = |served: &Served| served.requests as f64 / served.step_ms * 1e3;
-        let share = |served: &Served| 100.0 * served.attention_ms / served.step_ms;
         let theirs = served.iter().find(|served| {
             served.attention == "candle"
                 && (&served.model, served.requests, served.context)
                     == (&ours.model, ours.requests, ours.context)
         });
-        let candle = theirs.map_or("out of memory | | | ".to_string(), |candle| {
-            format!(
-                "{:.0} | {:.2} ms | {:.0}% | {:.2}x",
-                rate(candle),
-                candle.attention_ms,
-                share(candle),
-                rate(ours) / rate(candle)
-            )
+        let candle = theirs.map_or("not measured | | | ".to_string(), |candle| {
+            let (rate, ratio) = (rate(candle), rate(ours) / rate(candle));
+            format!("{rate:.0} | {} | {ratio:.2}x", attention(candle))
         });
-        let Served { model, cache, requests, context, step_ms, attention_ms, .. } = ours;
+        let Served { model, cache, graph, requests, context, step_ms, .. } = ours;
+        let graph = if *graph { ", graph" } else { "" };
         text += &format!(
-            "| {model} | {requests} | {context} | {cache} | {:.0} | {step_ms:.2} ms \
-             | {attention_ms:.2} ms \
-             | {:.0}% | {candle} |\n",
+            "| {model} | {requests} | {context} | {cache}{graph} | {:.0} | {step_ms:.2} ms | {} \
+             | {candle} |\n",
             rate(ours),
-            share(ours)
+            attention(ours)
         );
     }
     text
