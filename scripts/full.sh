@@ -45,6 +45,8 @@ address_sanitizer() { REGARD_MAX_WORK=$unbounded PROPTEST_CASES=2000 scripts/asa
 # The tests with every large case.
 readme() { REGARD_ALL_MODULES=1 REGARD_MAX_WORK=$unbounded cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
 
+candle() { (cd examples && cargo test --release --workspace); }
+
 install_capi() {
     local folder="$PWD/target/installed"
     scripts/install_capi.sh --prefix "$folder" && python3 crates/regard-capi/tests/ctypes_abi.py "$folder/lib/libregard_capi.so"
@@ -62,6 +64,7 @@ step "metal: every build of the kernels" scripts/metal.sh
 step "metal: every pipeline by other compilers" scripts/metal-compile.py
 step "metal: the host's side, every row judged" scripts/metal-host.sh
 step "Python wheel, as it ships" scripts/python.sh
+step "candle: the tests, optimized as the profile says" candle
 step "metal: type check of candle's Metal tensors" scripts/apple.sh candle
 step "memcheck" scripts/memcheck.sh
 step "neon: every test" neon
