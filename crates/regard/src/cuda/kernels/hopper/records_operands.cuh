@@ -1,0 +1,73 @@
+// Operands of decode over records of mla656: fragments of wgmma's first operand, converted from codes in shared memory.
+// Rows of 656 bytes, 41 times 16, have no bank conflicts.
+#pragma once
+#include "common/copy.cuh"
+#include "hopper/records_instructions.cuh"
+
+namespace records {
+
+constexpr int KEY_STEPS = 4; // products of 16 dims that are issued together
+
+// Four codes as f16, in which they are exact. NaN stays NaN. The conversion reads the upper half of a register as well
+// as the lower one, where the compiler sees both.
+static __device__ __forceinline__ void widen(unsigned codes, unsigned &first, unsigned &second) {
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}"
+        : "=r"(first), "=r"(second)
+        : "r"(codes));
+}
+
+// A pair of f16 as bf16, in which codes are exact too.
+static __device__ __forceinline__ unsigned to_bf16(unsigned pair) {
+    typedef Element<ElementType::F16> Half;
+    return Element<ElementType::BF16>::pack(Half::to_float((unsigned short)pair),
+                                            Half::to_float((unsigned short)(pair >> 16)));
+}
+
+// 64 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4 t
+// + 3 of 16: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `from`: of this lane's row.
+static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], unsigned from) {
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; step += 2) {
+        unsigned words[4];
+        ldmatrix_x4(words, from + step * 16);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            widen(words[2 * i], a[step + i][0], a[step + i][2]);
+            widen(words[2 * i + 1], a[step + i][1], a[step + i][3]);
+        }
+    }
+}
+
+// The same for dims that are stored in bf16, in their order.
+static __device__ __forceinline__ void rotary_operands(unsigned (&a)[KEY_STEPS][4], unsigned from) {
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; step++) ldmatrix_x4(a[step], from + step * 32);
+}
+
+// The dim in a slot of Q K^T, in pairs: pair `i` of 16 slots.
+static __device__ __forceinline__ constexpr int pair_of_slots(int i) { return i % 4 * 2 + i / 4; }
+
+// Two blocks of 16 value dims, 64 apart, of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 of a
+// block are dims 2 (lane / 4) and 2 (lane / 4) + 1. `from`: dims of this lane's key.
+static __device__ __forceinline__ void value_operands(unsigned (&a)[2][2][4], unsigned from) {
+#pragma unroll
+    for (int block = 0; block < 2; block++) {
+        unsigned words[4];
+        ldmatrix_x4_transposed(words, from + 64 * block);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // Words have two dims of a key, then of the next.
+            unsigned even, odd;
+            widen(__byte_perm(words[i], 0, 0x3120), even, odd);
+            a[block][i / 2][i % 2 * 2] = to_bf16(even);
+            a[block][i / 2][i % 2 * 2 + 1] = to_bf16(odd);
+        }
+    }
+}
+
+} // namespace records
