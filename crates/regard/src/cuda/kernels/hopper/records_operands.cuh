@@ -6,7 +6,7 @@
 
 namespace records {
 
-constexpr int KEY_STEPS = 4; // products of 16 dims that are issued together
+constexpr int KEY_STEPS = 2; // products of 16 dims that are issued together
 
 // Four codes as f16, in which they are exact. NaN stays NaN. The conversion reads the upper half of a register as well
 // as the lower one, where the compiler sees both.
@@ -28,7 +28,7 @@ static __device__ __forceinline__ unsigned to_bf16(unsigned pair) {
                                             Half::to_float((unsigned short)(pair >> 16)));
 }
 
-// 64 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4 t
+// 32 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4 t
 // + 3 of 16: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `from`: of this lane's row.
 static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], unsigned from) {
 #pragma unroll
@@ -52,21 +52,18 @@ static __device__ __forceinline__ void rotary_operands(unsigned (&a)[KEY_STEPS][
 // The dim in a slot of Q K^T, in pairs: pair `i` of 16 slots.
 static __device__ __forceinline__ constexpr int pair_of_slots(int i) { return i % 4 * 2 + i / 4; }
 
-// Two blocks of 16 value dims, 64 apart, of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 of a
-// block are dims 2 (lane / 4) and 2 (lane / 4) + 1. `from`: dims of this lane's key.
-static __device__ __forceinline__ void value_operands(unsigned (&a)[2][2][4], unsigned from) {
+// 16 value dims of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 are dims 2 (lane / 4) and 2 (lane
+// / 4) + 1. `from`: dims of this lane's key.
+static __device__ __forceinline__ void value_operands(unsigned (&a)[2][4], unsigned from) {
+    unsigned words[4];
+    ldmatrix_x4_transposed(words, from);
 #pragma unroll
-    for (int block = 0; block < 2; block++) {
-        unsigned words[4];
-        ldmatrix_x4_transposed(words, from + 64 * block);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            // Words have two dims of a key, then of the next.
-            unsigned even, odd;
-            widen(__byte_perm(words[i], 0, 0x3120), even, odd);
-            a[block][i / 2][i % 2 * 2] = to_bf16(even);
-            a[block][i / 2][i % 2 * 2 + 1] = to_bf16(odd);
-        }
+    for (int i = 0; i < 4; i++) {
+        // Words have two dims of a key, then of the next.
+        unsigned even, odd;
+        widen(__byte_perm(words[i], 0, 0x3120), even, odd);
+        a[i / 2][i % 2 * 2] = to_bf16(even);
+        a[i / 2][i % 2 * 2 + 1] = to_bf16(odd);
     }
 }
 

@@ -129,37 +129,33 @@ struct RecordScores : ScoreWarpgroup {
         float quotients[2][TILE_CHUNKS];
 #pragma unroll
         for (int h = 0; h < 2; h++) find_quotients(quotients[h], records + ((lane >> 2) + 8 * h) * RECORD_BYTES);
-        Operands a[2];
-        records::key_operands(a[0], from);
+        Operands a[BUFFERS];
 #pragma unroll
-        for (int chunk = 0; chunk < TILE_CHUNKS; chunk++) {
-            warpgroup_fence_operand(scores);
-            hopper::wgmma_fence();
-            int first = chunk * CHUNK_DIMS / 16;
-            multiply(a[0], queries, first, chunk > 0);
-            records::key_operands(a[1], from + chunk * CHUNK_DIMS + CHUNK_DIMS / 2);
-            hopper::wgmma_fence();
-            multiply(a[1], queries, first + records::KEY_STEPS, 1);
-            hopper::wgmma_wait<1>();
-            if (chunk + 1 < TILE_CHUNKS)
-                records::key_operands(a[0], from + (chunk + 1) * CHUNK_DIMS);
-            else
-                records::rotary_operands(a[0], records + (lane & 15) * RECORD_BYTES + (lane & 16) + ROTARY_BYTE);
-            hopper::wgmma_wait<0>();
-            warpgroup_fence_operand(scores);
+        for (int n = 0; n + 1 < BUFFERS; n++) convert(a[n], from, n);
 #pragma unroll
-            for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], quotients[i / 2 % 2][chunk]);
+        for (int n = 0; n < OPERANDS; n++) {
+            bool is_rotary = n >= CODE_OPERANDS;
+            if (n % CHUNK_OPERANDS == 0) {
+                if (n) finish_chunk(quotients, n / CHUNK_OPERANDS - 1);
+                if (is_rotary) multiply_by_query_scales();
+                warpgroup_fence_operand(scores);
+            }
+            hopper::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < records::KEY_STEPS; step++) {
+                unsigned long long b = queries.k_major(records::KEY_STEPS * n + step);
+                if (is_rotary)
+                    records::mma_bf16(scores, a[n % BUFFERS][step], b, 1);
+                else
+                    records::mma_f16(scores, a[n % BUFFERS][step], b, n % OPERANDS || step);
+            }
+            hopper::wgmma_commit();
+            int next = n + BUFFERS - 1;
+            if (next < OPERANDS) {
+                hopper::wgmma_wait<1>();
+                convert(a[next % BUFFERS], from, next);
+            }
         }
-        Columns query_scales;
-        load_columns(query_scales, exchange.query_scale);
-#pragma unroll
-        for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], query_scales[i / 4 * 2 + i % 2]);
-        warpgroup_fence_operand(scores);
-        hopper::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < records::KEY_STEPS; step++)
-            records::mma_bf16(scores, a[0][step], queries.k_major(VALUE_DIM / 16 + step), 1);
-        hopper::wgmma_commit();
         unsigned hidden = 0;
 #if LISTS
         hidden = ~(unsigned)shared.present[own_stage().index] >> (16 * (warp & 1) + (lane >> 2));
@@ -174,12 +170,31 @@ struct RecordScores : ScoreWarpgroup {
         return hidden;
     }
 
-    // Issues the products of 64 dims, from step `first` on.
-    __device__ __forceinline__ void multiply(const Operands &a, const SharedTile<ROWS> &queries, int first, int keep) {
+    // Operands of a K tile: dims that are codes, then the others.
+    static constexpr int OPERAND_DIMS = 16 * records::KEY_STEPS, CHUNK_OPERANDS = CHUNK_DIMS / OPERAND_DIMS,
+                         CODE_OPERANDS = VALUE_DIM / OPERAND_DIMS, OPERANDS = HEAD_DIM / OPERAND_DIMS;
+    // Operands in registers: products read some while others are converted.
+    static constexpr int BUFFERS = 3;
+
+    static __device__ __forceinline__ void convert(Operands &a, unsigned from, int number) {
+        if (number < CODE_OPERANDS)
+            records::key_operands(a, from + number * OPERAND_DIMS);
+        else
+            records::rotary_operands(a, from + ROTARY_BYTE + (number - CODE_OPERANDS) * OPERAND_DIMS * 2);
+    }
+
+    __device__ __forceinline__ void finish_chunk(const float (&quotients)[2][TILE_CHUNKS], int chunk) {
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(scores);
 #pragma unroll
-        for (int step = 0; step < records::KEY_STEPS; step++)
-            records::mma_f16(scores, a[step], queries.k_major(first + step), step ? 1 : keep);
-        hopper::wgmma_commit();
+        for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], quotients[i / 2 % 2][chunk]);
+    }
+
+    __device__ __forceinline__ void multiply_by_query_scales() {
+        Columns query_scales;
+        load_columns(query_scales, exchange.query_scale);
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], query_scales[i / 4 * 2 + i % 2]);
     }
 
     // Dot products become scores.

@@ -9,7 +9,7 @@
 namespace latent {
 
 struct RecordValues : ValueWarpgroup {
-    typedef unsigned Operands[CHUNK_SUBTILES][2][4];
+    typedef unsigned Operands[2][4];
 
     float out[OWN_CHUNKS][CHUNK_SUBTILES][ROWS / 2];
 
@@ -58,37 +58,40 @@ struct RecordValues : ValueWarpgroup {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.empty[chunks.at(half).index]));
     }
 
-    // Issues the products of 32 keys and chunk i.
-    __device__ __forceinline__ void issue(const Operands &a, int half, int i) {
+    // A K tile has operands of 32 keys and 64 value dims: those of its first half, then of its second.
+    static constexpr int HALF_OPERANDS = OWN_CHUNKS * CHUNK_SUBTILES, OPERANDS = 2 * HALF_OPERANDS;
+    // Operands in registers: products read some while others are converted.
+    static constexpr int BUFFERS = 2;
+
+    // Issues the products of operand `number` of a K tile.
+    __device__ __forceinline__ void issue(const Operands &a, int number) {
+        int half = number / HALF_OPERANDS, i = number % HALF_OPERANDS / CHUNK_SUBTILES, b = number % CHUNK_SUBTILES;
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 2; step++)
-#pragma unroll
-            for (int b = 0; b < CHUNK_SUBTILES; b++)
-                records::mma_bf16(out[i][b], a[b][step], probabilities(i, 2 * half + step), 1);
+            records::mma_bf16(out[i][b], a[step], probabilities(i, 2 * half + step), 1);
         hopper::wgmma_commit();
     }
 
-    // O^T += V^T P^T over a K tile. Codes of its second half are converted beside the products of the first.
+    // O^T += V^T P^T over a K tile.
     __device__ __forceinline__ void run_tile() {
-        static_assert(OWN_CHUNKS == 2 && CHUNK_SUBTILES == 2, "four pairs of operands");
-        Operands a[2];
+        Operands a[BUFFERS];
         unsigned from = wait_half(0);
+        static_assert(BUFFERS <= HALF_OPERANDS, "they are of the first half");
 #pragma unroll
-        for (int i = 0; i < 2; i++) records::value_operands(a[i], from + i * CHUNK_DIMS);
-        release_half(0);
+        for (int n = 0; n < BUFFERS; n++) convert(a[n], from, n);
         hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
         if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
         fence_outputs();
 #pragma unroll
-        for (int i = 0; i < 2; i++) issue(a[i], 0, i);
-        from = wait_half(1);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            hopper::wgmma_wait<1>();
-            records::value_operands(a[i], from + i * CHUNK_DIMS);
-            if (i == 1) release_half(1);
-            issue(a[i], 1, i);
+        for (int n = 0; n < OPERANDS; n++) {
+            if (n >= BUFFERS) {
+                hopper::wgmma_wait<BUFFERS - 1>();
+                if (n == HALF_OPERANDS) from = wait_half(1);
+                convert(a[n % BUFFERS], from, n % HALF_OPERANDS);
+            }
+            if (n % HALF_OPERANDS == HALF_OPERANDS - 1) release_half(n / HALF_OPERANDS);
+            issue(a[n % BUFFERS], n);
         }
         hopper::wgmma_wait<0>();
         fence_outputs();
@@ -96,6 +99,11 @@ struct RecordValues : ValueWarpgroup {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[0]));
         chunks.advance(2);
         probs.advance();
+    }
+
+    // Converts operand `number` of a half.
+    static __device__ __forceinline__ void convert(Operands &a, unsigned from, int number) {
+        records::value_operands(a, from + number / CHUNK_SUBTILES * CHUNK_DIMS + number % CHUNK_SUBTILES * 64);
     }
 
     // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
