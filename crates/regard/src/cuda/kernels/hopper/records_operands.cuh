@@ -29,21 +29,16 @@ static __device__ __forceinline__ unsigned to_bf16(unsigned pair) {
 }
 
 // 32 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4 t
-// + 3 of 16: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `from`: of this lane's row.
-static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], unsigned from) {
+// + 3 of 16: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `words`: by ldmatrix.
+static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], const unsigned (&words)[4]) {
 #pragma unroll
-    for (int step = 0; step < KEY_STEPS; step += 2) {
-        unsigned words[4];
-        ldmatrix_x4(words, from + step * 16);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            widen(words[2 * i], a[step + i][0], a[step + i][2]);
-            widen(words[2 * i + 1], a[step + i][1], a[step + i][3]);
-        }
+    for (int i = 0; i < KEY_STEPS; i++) {
+        widen(words[2 * i], a[i][0], a[i][2]);
+        widen(words[2 * i + 1], a[i][1], a[i][3]);
     }
 }
 
-// The same for dims that are stored in bf16, in their order.
+// The same for dims that are stored in bf16, in their order. `from`: of this lane's row.
 static __device__ __forceinline__ void rotary_operands(unsigned (&a)[KEY_STEPS][4], unsigned from) {
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; step++) ldmatrix_x4(a[step], from + step * 32);
@@ -53,10 +48,8 @@ static __device__ __forceinline__ void rotary_operands(unsigned (&a)[KEY_STEPS][
 static __device__ __forceinline__ constexpr int pair_of_slots(int i) { return i % 4 * 2 + i / 4; }
 
 // 16 value dims of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 are dims 2 (lane / 4) and 2 (lane
-// / 4) + 1. `from`: dims of this lane's key.
-static __device__ __forceinline__ void value_operands(unsigned (&a)[2][4], unsigned from) {
-    unsigned words[4];
-    ldmatrix_x4_transposed(words, from);
+// / 4) + 1. `words`: by ldmatrix, transposed.
+static __device__ __forceinline__ void value_operands(unsigned (&a)[2][4], const unsigned (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         // Words have two dims of a key, then of the next.

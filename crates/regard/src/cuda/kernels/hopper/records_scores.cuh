@@ -130,8 +130,9 @@ struct RecordScores : ScoreWarpgroup {
 #pragma unroll
         for (int h = 0; h < 2; h++) find_quotients(quotients[h], records + ((lane >> 2) + 8 * h) * RECORD_BYTES);
         Operands a[BUFFERS];
-#pragma unroll
-        for (int n = 0; n + 1 < BUFFERS; n++) convert(a[n], from, n);
+        unsigned words[4];
+        ldmatrix_x4(words, from);
+        convert(a[0], words, from, 0);
 #pragma unroll
         for (int n = 0; n < OPERANDS; n++) {
             bool is_rotary = n >= CODE_OPERANDS;
@@ -150,10 +151,9 @@ struct RecordScores : ScoreWarpgroup {
                     records::mma_f16(scores, a[n % BUFFERS][step], b, n % OPERANDS || step);
             }
             hopper::wgmma_commit();
-            int next = n + BUFFERS - 1;
-            if (next < OPERANDS) {
-                hopper::wgmma_wait<1>();
-                convert(a[next % BUFFERS], from, next);
+            if (n + 1 < OPERANDS) {
+                hopper::wgmma_wait<BUFFERS - 1>();
+                convert(a[(n + 1) % BUFFERS], words, from, n + 1);
             }
         }
         unsigned hidden = 0;
@@ -174,13 +174,15 @@ struct RecordScores : ScoreWarpgroup {
     static constexpr int OPERAND_DIMS = 16 * records::KEY_STEPS, CHUNK_OPERANDS = CHUNK_DIMS / OPERAND_DIMS,
                          CODE_OPERANDS = VALUE_DIM / OPERAND_DIMS, OPERANDS = HEAD_DIM / OPERAND_DIMS;
     // Operands in registers: products read some while others are converted.
-    static constexpr int BUFFERS = 3;
+    static constexpr int BUFFERS = 2;
 
-    static __device__ __forceinline__ void convert(Operands &a, unsigned from, int number) {
+    // Makes an operand of its codes, and loads those of the next one.
+    static __device__ __forceinline__ void convert(Operands &a, unsigned (&words)[4], unsigned from, int number) {
         if (number < CODE_OPERANDS)
-            records::key_operands(a, from + number * OPERAND_DIMS);
+            records::key_operands(a, words);
         else
             records::rotary_operands(a, from + ROTARY_BYTE + (number - CODE_OPERANDS) * OPERAND_DIMS * 2);
+        if (number + 1 < CODE_OPERANDS) ldmatrix_x4(words, from + (number + 1) * OPERAND_DIMS);
     }
 
     __device__ __forceinline__ void finish_chunk(const float (&quotients)[2][TILE_CHUNKS], int chunk) {

@@ -76,10 +76,10 @@ struct RecordValues : ValueWarpgroup {
     // O^T += V^T P^T over a K tile.
     __device__ __forceinline__ void run_tile() {
         Operands a[BUFFERS];
-        unsigned from = wait_half(0);
-        static_assert(BUFFERS <= HALF_OPERANDS, "they are of the first half");
+        unsigned words[4], from = wait_half(0);
+        load(words, from, 0);
 #pragma unroll
-        for (int n = 0; n < BUFFERS; n++) convert(a[n], from, n);
+        for (int n = 0; n < BUFFERS; n++) convert(a[n], words, from, n);
         hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
         if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
         fence_outputs();
@@ -87,10 +87,8 @@ struct RecordValues : ValueWarpgroup {
         for (int n = 0; n < OPERANDS; n++) {
             if (n >= BUFFERS) {
                 hopper::wgmma_wait<BUFFERS - 1>();
-                if (n == HALF_OPERANDS) from = wait_half(1);
-                convert(a[n % BUFFERS], from, n % HALF_OPERANDS);
+                convert(a[n % BUFFERS], words, from, n);
             }
-            if (n % HALF_OPERANDS == HALF_OPERANDS - 1) release_half(n / HALF_OPERANDS);
             issue(a[n % BUFFERS], n);
         }
         hopper::wgmma_wait<0>();
@@ -101,9 +99,18 @@ struct RecordValues : ValueWarpgroup {
         probs.advance();
     }
 
-    // Converts operand `number` of a half.
-    static __device__ __forceinline__ void convert(Operands &a, unsigned from, int number) {
-        records::value_operands(a, from + number / CHUNK_SUBTILES * CHUNK_DIMS + number % CHUNK_SUBTILES * 64);
+    // Loads the codes of operand `number`. `from`: of its half.
+    static __device__ __forceinline__ void load(unsigned (&words)[4], unsigned from, int number) {
+        int i = number % HALF_OPERANDS / CHUNK_SUBTILES, b = number % CHUNK_SUBTILES;
+        ldmatrix_x4_transposed(words, from + i * CHUNK_DIMS + b * 64);
+    }
+
+    // Makes operand `number` of its codes, and loads those of the next one.
+    __device__ __forceinline__ void convert(Operands &a, unsigned (&words)[4], unsigned &from, int number) const {
+        records::value_operands(a, words);
+        if (number % HALF_OPERANDS == HALF_OPERANDS - 1) release_half(number / HALF_OPERANDS);
+        if (number + 1 == HALF_OPERANDS) from = wait_half(1);
+        if (number + 1 < OPERANDS) load(words, from, number + 1);
     }
 
     // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
