@@ -25,9 +25,9 @@ impl DecodeConfig {
         let rows = self.tile_rows / self.ctas_per_tile();
         let queries = rows * head_dim * 2;
         if rows > 16 && matches!(self.cache, Cache::Mla656) {
-            // Five halves of K tiles as they are in memory, four copies of probabilities, five
-            // numbers per row.
-            return 1024 + queries + 5 * 32 * 656 + 4 * rows * 128 + 512 + 5 * rows * 4;
+            // Five halves of K tiles as they are in memory, probabilities in f32 and four copies of
+            // them in bf16, five numbers per row.
+            return 1024 + queries + 5 * 32 * 656 + rows * (256 + 4 * 128) + 512 + 5 * rows * 4;
         }
         // 64 rows keep their probabilities in the place of keys, and more numbers per row. Over
         // records of `mla656` there are probabilities for each chunk of values, and four scales per

@@ -94,6 +94,8 @@ constexpr int CHUNKS = KEEPS_CODES ? 5
               REST_STAGES = KEEPS_CODES ? CHUNKS : 3, PROB_STAGES = KEEPS_CODES ? 1 : 2;
 constexpr int PROB_TILES = RECORDS ? TILE_CHUNKS : 1; // of a stage
 constexpr int PROB_BYTES = PROB_TILES * ROWS * KEYS * 2;
+// If codes stay in shared memory, value warpgroups make these probabilities of those in f32.
+constexpr int STAGED_BYTES = ROWS * KEYS * 4;
 // Scales of the keys of a K tile, which come with its rest.
 constexpr int SCALE_BYTES = CONVERTS ? KEYS * TILE_CHUNKS * 4 : 0;
 // A record of mla656: codes of the value dims, an f32 scale per chunk of them, and the other dims in bf16.
@@ -142,15 +144,19 @@ struct Shared {
 #if LISTS
     unsigned long long present[REST_STAGES]; // keys of the K tile that exist and are seen: bit k for key k
 #endif
+#if CACHE && TILE_ROWS > 16
+    int has_large_scores; // see is_large
+#endif
     unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1
     int last;                               // whether this CTA is the last to finish its part of the tile
 };
 
 // Shared-memory layout.
 constexpr int QUERY_OFFSET = 1024, KEYS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2;
-constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (KEEPS_CODES ? PROB_STAGES * PROB_BYTES : 0),
+constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (KEEPS_CODES ? PROB_STAGES * PROB_BYTES + STAGED_BYTES : 0),
               REST_OFFSET = CHUNKS_OFFSET + CHUNKS * (KEEPS_CODES ? STAGE_BYTES : CHUNK_BYTES),
               PROBS_OFFSET = KEEPS_CODES ? KEYS_OFFSET : REST_OFFSET + REST_STAGES * REST_BYTES,
+              STAGED_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES,
               SCALES_OFFSET = PROBS_OFFSET + (HAS_SCORE_WARPGROUP ? PROB_STAGES * PROB_BYTES : 0),
               EXCHANGE_OFFSET = KEEPS_CODES ? REST_OFFSET : SCALES_OFFSET + REST_STAGES * SCALE_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && PROBS_OFFSET % 1024 == 0, "it overlaps the queries, and swizzled tiles");
@@ -180,8 +186,8 @@ struct Exchange {
     // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
     float rescale[PROB_STAGES][ROWS], out_factor[ROWS];
 #if CACHE && TILE_ROWS > 16
-    // Of score warps: what exponents are relative to, and the powers of two that queries were divided by.
-    float reference[ROWS], query_scale[ROWS];
+    // Of score warps: what exponents are relative to, and what dot products are multiplied by.
+    float reference[ROWS], factor[ROWS];
 #endif
 };
 #else
@@ -221,6 +227,11 @@ static __device__ __forceinline__ unsigned chunk_address(unsigned base, const Pi
 // The records of half a K tile.
 static __device__ __forceinline__ unsigned chunk_records(unsigned base, const PipelineState<CHUNKS> &stage) {
     return base + CHUNKS_OFFSET + stage.index * STAGE_BYTES;
+}
+
+// Where a thread of any warpgroup finds its probabilities of eight rows in f32: elements 4 j to 4 j + 3 of S^T.
+static __device__ __forceinline__ unsigned staged_probabilities(unsigned base, int j) {
+    return base + STAGED_OFFSET + (j * 128 + threadIdx.x % 128) * 16;
 }
 
 // A CTA's first row within a tile.

@@ -80,8 +80,7 @@ struct RecordValues : ValueWarpgroup {
         load(words, from, 0);
 #pragma unroll
         for (int n = 0; n < BUFFERS; n++) convert(a[n], words, from, n);
-        hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
-        if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
+        scale_probabilities();
         fence_outputs();
 #pragma unroll
         for (int n = 0; n < OPERANDS; n++) {
@@ -93,10 +92,51 @@ struct RecordValues : ValueWarpgroup {
         }
         hopper::wgmma_wait<0>();
         fence_outputs();
-        __syncwarp();
-        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[0]));
         chunks.advance(2);
         probs.advance();
+    }
+
+    __device__ __forceinline__ void synchronize() const { hopper::named_barrier_sync(VALUES_BARRIER + warpgroup, 128); }
+
+    // Waits for the probabilities of a K tile, and makes those of each chunk of values: times its scales, in bf16.
+    __device__ __forceinline__ void scale_probabilities() {
+        // All warps have multiplied by those before.
+        synchronize();
+        hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
+        if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
+        // As the score warpgroup has them, this thread's keys are `lane` / 4 and that + 8 of 16.
+        PipelineState<CHUNKS> stage = chunks.at(warp / 2);
+        hopper::mbarrier_wait(shared_address(&shared.full[stage.index]), stage.phase);
+        unsigned record = chunk_records(base, stage) + (warp % 2 * 16 + (lane >> 2)) * RECORD_BYTES;
+        float scales[2][OWN_CHUNKS];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float *from = (const float *)__cvta_shared_to_generic(record + 8 * h * RECORD_BYTES + SCALES_BYTE);
+            float2 own = *(const float2 *)(from + warpgroup * OWN_CHUNKS);
+            scales[h][0] = own.x, scales[h][1] = own.y;
+        }
+        // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
+        SharedTile<ROWS> tile = {base + PROBS_OFFSET};
+        int row = lane / 16 * 8 + lane % 8, column = 2 * warp + lane / 8 % 2;
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; j += 2) {
+            uint4 x = hopper::ld_shared_v4(staged_probabilities(base, j)),
+                  y = hopper::ld_shared_v4(staged_probabilities(base, j + 1));
+#pragma unroll
+            for (int i = 0; i < OWN_CHUNKS; i++) {
+                auto pair = [&](unsigned low, unsigned high, int h) {
+                    return E::pack(__fmul_rn(__uint_as_float(low), scales[h][i]),
+                                   __fmul_rn(__uint_as_float(high), scales[h][i]));
+                };
+                unsigned to = tile.chunk(8 * j + row, (i * VALUE_WARPGROUPS + warpgroup) * (KEYS / 8) + column);
+                hopper::stmatrix_x4_transposed(to, pair(x.x, x.y, 0), pair(x.z, x.w, 1), pair(y.x, y.y, 0),
+                                               pair(y.z, y.w, 1));
+            }
+        }
+        hopper::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[0]));
+        synchronize();
     }
 
     // Loads the codes of operand `number`. `from`: of its half.
