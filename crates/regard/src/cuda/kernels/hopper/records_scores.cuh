@@ -64,7 +64,7 @@ struct RecordScores : ScoreWarpgroup {
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
         float scale = has_positive_scale() ? params.scale * LOG2_E : 1.0f;
         __syncwarp();
-#pragma unroll 1
+#pragma unroll 2
         for (int row = warp; row < ROWS; row += QUERY_WARPS) {
             unsigned at[2] = {query.chunk(row, 2 * lane), query.chunk(row, 2 * lane + 1)}, pairs[8];
             unsigned *rotary =
@@ -99,10 +99,8 @@ struct RecordScores : ScoreWarpgroup {
             hide_scores(piece.tile, key_tile * KEYS, hidden);
             softmax_step();
             chunks.advance(2);
-            if (PUBLISH_OPERAND < 0 || key_tile + 1 == end)
-                publish();
-            else
-                publishes = true;
+            publishes = PUBLISH_OPERAND >= 0 && key_tile + 1 < end;
+            if (!publishes) publish();
         }
     }
 

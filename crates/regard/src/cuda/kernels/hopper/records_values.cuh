@@ -153,50 +153,40 @@ struct RecordValues : ValueWarpgroup {
         if (number + 1 < OPERANDS) load(words, from, number + 1);
     }
 
-    // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
-    // `each(dim, output, next output)` for the thread's outputs of the row.
-    template <class Store> __device__ __forceinline__ void for_each_row(const Piece &piece, Store store) const {
+    // Stores a piece's outputs: to the workspace, or normalized as rows of the output. A lane finds where two rows go.
+    __device__ __forceinline__ void store_outputs(const Piece &piece) const {
+        bool whole = piece.is_whole(), is_f32 = !whole || params.out_f32;
+        unsigned long long own_to[2]; // 0: there is no such row
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {
+            int row = 32 * half + lane;
+            unsigned long long to = 0;
+            if (first_row_of_cta() + row < piece.tile.rows)
+                to = whole ? params.out.pointer + (out_row(piece, row) << (is_f32 ? 2 : 1))
+                           : (unsigned long long)partial_row(piece, row);
+            if (half)
+                own_to[1] = to;
+            else
+                own_to[0] = to;
+        }
+        int first_dim = warpgroup * DIMS_PER_WARPGROUP + 16 * warp + 2 * (lane >> 2);
 #pragma unroll
         for (int c = 0; c < ROWS / 4; c++) {
-            int own_lane = opaque(lane), row = c / 2 * 8 + 2 * (own_lane & 3) + c % 2;
-            int first_dim = warpgroup * DIMS_PER_WARPGROUP + 16 * warp + 2 * (own_lane >> 2);
-            if (first_row_of_cta() + row >= piece.tile.rows) continue;
-            store(row, [&](auto each) {
+            int row = c / 2 * 8 + 2 * (lane & 3) + c % 2;
+            unsigned long long to = __shfl_sync(~0u, own_to[c / 8], row % 32);
+            float factor = whole ? exchange.out_factor[row] : 1.0f;
+            if (!to) continue;
 #pragma unroll
-                for (int i = 0; i < OWN_CHUNKS; i++)
-#pragma unroll
-                    for (int b = 0; b < CHUNK_SUBTILES; b++)
-                        each(first_dim + CHUNK_DIMS * i + 64 * b, out[i][b][c / 2 * 4 + c % 2],
-                             out[i][b][c / 2 * 4 + 2 + c % 2]);
-            });
-        }
-    }
-
-    // Stores a piece's outputs: to the workspace, or normalized as rows of the output.
-    __device__ __forceinline__ void store_outputs(const Piece &piece) const {
-        if (!piece.is_whole()) {
-            for_each_row(piece, [&](int row, auto outputs) {
-                float *to = partial_row(piece, row);
-                outputs([&](int dim, float x, float y) { *(float2 *)(to + dim) = make_float2(x, y); });
-            });
-            return;
-        }
-        for_each_row(piece, [&](int row, auto outputs) {
-            float factor = exchange.out_factor[row];
-            long long at = out_row(piece, row);
-            if (params.out_f32) {
-                float *to = (float *)params.out.pointer + at;
-                outputs([&](int dim, float x, float y) {
-                    *(float2 *)(to + dim) = make_float2(__fmul_rn(x, factor), __fmul_rn(y, factor));
-                });
-            } else {
-                unsigned short *to = (unsigned short *)params.out.pointer + at;
-                outputs([&](int dim, float x, float y) {
-                    *(unsigned *)(to + dim) =
-                        E::pack(bound_output(__fmul_rn(x, factor)), bound_output(__fmul_rn(y, factor)));
-                });
+            for (int n = 0; n < HALF_OPERANDS; n++) {
+                int dim = first_dim + n / CHUNK_SUBTILES * CHUNK_DIMS + n % CHUNK_SUBTILES * 64;
+                const float(&from)[ROWS / 2] = out[n / CHUNK_SUBTILES][n % CHUNK_SUBTILES];
+                float x = __fmul_rn(from[c / 2 * 4 + c % 2], factor), y = __fmul_rn(from[c / 2 * 4 + 2 + c % 2], factor);
+                if (is_f32)
+                    *((float2 *)to + dim / 2) = make_float2(x, y);
+                else
+                    *((unsigned *)to + dim / 2) = E::pack(x, y);
             }
-        });
+        }
     }
 };
 
