@@ -14,8 +14,8 @@
 //
 // With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one.
 //
-// Over records of mla656 (CACHE), by lists or not, loaders convert codes to bf16 for 16 rows. 64 rows are the N of wgmma
-// then too: codes stay in shared memory, and consumers convert them to operands in registers (records_*.cuh).
+// Over records of mla656 (CACHE), by lists or not, loaders convert codes to bf16 for 16 rows. 64 rows are the N of
+// wgmma then too: codes stay in shared memory, and consumers convert them to operands in registers (records_*.cuh).
 //
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.

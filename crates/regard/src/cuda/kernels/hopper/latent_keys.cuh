@@ -39,7 +39,7 @@ struct KeyLoader {
         ListedKey listed = find_listed_key(params, tile, key);
         if (listed.key < 0) return false;
         at = !RECORDS && index == VALUE_WARPGROUPS ? find_rest(tile, listed)
-                                                    : listed_key_address(params, tile, listed, ELEMENT);
+                                                   : listed_key_address(params, tile, listed, ELEMENT);
 #else
         KeyPlace place;
         if (params.block_size) {

@@ -12,14 +12,6 @@
 #include "hopper/wgmma.cuh"
 
 namespace latent {
-#ifndef V_REG
-#define V_REG 176
-#define S_REG 128
-#define P_REG 32
-#endif
-#ifdef NO_ASSERT
-#define static_assert(...)
-#endif
 
 // Of a condition: code that rarely runs is laid out behind the loop, which so has fewer instructions to fetch.
 #define UNLIKELY(condition) __builtin_expect((condition) ? 1 : 0, 0)
@@ -55,12 +47,12 @@ constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // that the CTA has at launch.
 constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 216
                                 : CONVERTS           ? 88
-                                : KEEPS_CODES        ? V_REG
+                                : KEEPS_CODES        ? 176
                                                      : 160,
-              SCORE_REGISTERS = KEEPS_CODES ? S_REG : 136,
+              SCORE_REGISTERS = KEEPS_CODES ? 128 : 136,
               PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 72
                                    : CONVERTS           ? 80
-                                   : KEEPS_CODES        ? P_REG
+                                   : KEEPS_CODES        ? 32
                                                         : 56,
               LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + HAS_SCORE_WARPGROUP * SCORE_REGISTERS) +
@@ -87,15 +79,13 @@ static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 
 // scores that are too far off for the log-sum-exp, and for outputs if few keys have most of the weight.)
 //
 // If codes stay in shared memory, a stage is the records of half a K tile, as they are in memory.
-constexpr int CHUNKS = KEEPS_CODES ? 5
+constexpr int CHUNKS = KEEPS_CODES  ? 5
                        : ROWS == 64 ? 8
                        : CONVERTS   ? 10
                                     : 11,
               REST_STAGES = KEEPS_CODES ? CHUNKS : 3, PROB_STAGES = KEEPS_CODES ? 1 : 2;
 constexpr int PROB_TILES = RECORDS ? TILE_CHUNKS : 1; // of a stage
 constexpr int PROB_BYTES = PROB_TILES * ROWS * KEYS * 2;
-// If codes stay in shared memory, value warpgroups make these probabilities of those in f32.
-constexpr int STAGED_BYTES = ROWS * KEYS * 4;
 // Scales of the keys of a K tile, which come with its rest.
 constexpr int SCALE_BYTES = CONVERTS ? KEYS * TILE_CHUNKS * 4 : 0;
 // A record of mla656: codes of the value dims, an f32 scale per chunk of them, and the other dims in bf16.
@@ -144,22 +134,19 @@ struct Shared {
 #if LISTS
     unsigned long long present[REST_STAGES]; // keys of the K tile that exist and are seen: bit k for key k
 #endif
-#if CACHE && TILE_ROWS > 16
-    int has_large_scores; // see is_large
-#endif
     unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1
     int last;                               // whether this CTA is the last to finish its part of the tile
 };
 
 // Shared-memory layout.
 constexpr int QUERY_OFFSET = 1024, KEYS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2;
-constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (KEEPS_CODES ? PROB_STAGES * PROB_BYTES + STAGED_BYTES : 0),
+constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (KEEPS_CODES ? PROB_STAGES * PROB_BYTES : 0),
               REST_OFFSET = CHUNKS_OFFSET + CHUNKS * (KEEPS_CODES ? STAGE_BYTES : CHUNK_BYTES),
               PROBS_OFFSET = KEEPS_CODES ? KEYS_OFFSET : REST_OFFSET + REST_STAGES * REST_BYTES,
-              STAGED_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES,
               SCALES_OFFSET = PROBS_OFFSET + (HAS_SCORE_WARPGROUP ? PROB_STAGES * PROB_BYTES : 0),
               EXCHANGE_OFFSET = KEEPS_CODES ? REST_OFFSET : SCALES_OFFSET + REST_STAGES * SCALE_BYTES;
-static_assert(sizeof(Shared) <= QUERY_OFFSET && PROBS_OFFSET % 1024 == 0, "it overlaps the queries, and swizzled tiles");
+static_assert(sizeof(Shared) <= QUERY_OFFSET && PROBS_OFFSET % 1024 == 0,
+              "it overlaps the queries, and swizzled tiles");
 
 // The keys that a row sees.
 struct VisibleKeys {
@@ -186,8 +173,8 @@ struct Exchange {
     // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
     float rescale[PROB_STAGES][ROWS], out_factor[ROWS];
 #if CACHE && TILE_ROWS > 16
-    // Of score warps: what exponents are relative to, and what dot products are multiplied by.
-    float reference[ROWS], factor[ROWS];
+    // Of score warps: what exponents are relative to, and the powers of two that queries were divided by.
+    float reference[ROWS], query_scale[ROWS];
 #endif
 };
 #else
@@ -227,11 +214,6 @@ static __device__ __forceinline__ unsigned chunk_address(unsigned base, const Pi
 // The records of half a K tile.
 static __device__ __forceinline__ unsigned chunk_records(unsigned base, const PipelineState<CHUNKS> &stage) {
     return base + CHUNKS_OFFSET + stage.index * STAGE_BYTES;
-}
-
-// Where a thread of any warpgroup finds its probabilities of eight rows in f32: elements 4 j to 4 j + 3 of S^T.
-static __device__ __forceinline__ unsigned staged_probabilities(unsigned base, int j) {
-    return base + STAGED_OFFSET + (j * 128 + threadIdx.x % 128) * 16;
 }
 
 // A CTA's first row within a tile.

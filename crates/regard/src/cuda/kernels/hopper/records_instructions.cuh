@@ -21,7 +21,7 @@ static __device__ __forceinline__ void bulk_load(unsigned long long policy, unsi
 // is from shared memory, contiguous in the summed dimension. Element [4 j + e] of a thread's sum is as in wgmma.cuh.
 // Overwrites the sum if `keep` is 0.
 #define RECORD_WGMMA(NAME, TYPES)                                                                                      \
-    static __device__ __forceinline__ void NAME(float(&sum)[32], const unsigned(&a)[4], unsigned long long b,          \
+    static __device__ __forceinline__ void NAME(float (&sum)[32], const unsigned (&a)[4], unsigned long long b,        \
                                                 int keep) {                                                            \
         asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"                                                \
                      "wgmma.mma_async.sync.aligned.m64n64k16" TYPES                                                    \

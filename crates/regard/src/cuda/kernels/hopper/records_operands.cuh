@@ -28,7 +28,8 @@ static __device__ __forceinline__ unsigned to_bf16(unsigned pair) {
                                             Half::to_float((unsigned short)(pair >> 16)));
 }
 
-// 32 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4 t
+// 32 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4
+// t
 // + 3 of 16: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `words`: by ldmatrix.
 static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], const unsigned (&words)[4]) {
 #pragma unroll
@@ -47,8 +48,8 @@ static __device__ __forceinline__ void rotary_operands(unsigned (&a)[KEY_STEPS][
 // The dim in a slot of Q K^T, in pairs: pair `i` of 16 slots.
 static __device__ __forceinline__ constexpr int pair_of_slots(int i) { return i % 4 * 2 + i / 4; }
 
-// 16 value dims of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 are dims 2 (lane / 4) and 2 (lane
-// / 4) + 1. `words`: by ldmatrix, transposed.
+// 16 value dims of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 are dims 2 (lane / 4) and 2
+// (lane / 4) + 1. `words`: by ldmatrix, transposed.
 static __device__ __forceinline__ void value_operands(unsigned (&a)[2][4], const unsigned (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {

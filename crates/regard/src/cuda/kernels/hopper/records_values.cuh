@@ -80,7 +80,8 @@ struct RecordValues : ValueWarpgroup {
         load(words, from, 0);
 #pragma unroll
         for (int n = 0; n < BUFFERS; n++) convert(a[n], words, from, n);
-        scale_probabilities();
+        hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
+        if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
         fence_outputs();
 #pragma unroll
         for (int n = 0; n < OPERANDS; n++) {
@@ -92,51 +93,10 @@ struct RecordValues : ValueWarpgroup {
         }
         hopper::wgmma_wait<0>();
         fence_outputs();
-        chunks.advance(2);
-        probs.advance();
-    }
-
-    __device__ __forceinline__ void synchronize() const { hopper::named_barrier_sync(VALUES_BARRIER + warpgroup, 128); }
-
-    // Waits for the probabilities of a K tile, and makes those of each chunk of values: times its scales, in bf16.
-    __device__ __forceinline__ void scale_probabilities() {
-        // All warps have multiplied by those before.
-        synchronize();
-        hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
-        if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
-        // As the score warpgroup has them, this thread's keys are `lane` / 4 and that + 8 of 16.
-        PipelineState<CHUNKS> stage = chunks.at(warp / 2);
-        hopper::mbarrier_wait(shared_address(&shared.full[stage.index]), stage.phase);
-        unsigned record = chunk_records(base, stage) + (warp % 2 * 16 + (lane >> 2)) * RECORD_BYTES;
-        float scales[2][OWN_CHUNKS];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float *from = (const float *)__cvta_shared_to_generic(record + 8 * h * RECORD_BYTES + SCALES_BYTE);
-            float2 own = *(const float2 *)(from + warpgroup * OWN_CHUNKS);
-            scales[h][0] = own.x, scales[h][1] = own.y;
-        }
-        // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
-        SharedTile<ROWS> tile = {base + PROBS_OFFSET};
-        int row = lane / 16 * 8 + lane % 8, column = 2 * warp + lane / 8 % 2;
-#pragma unroll
-        for (int j = 0; j < ROWS / 8; j += 2) {
-            uint4 x = hopper::ld_shared_v4(staged_probabilities(base, j)),
-                  y = hopper::ld_shared_v4(staged_probabilities(base, j + 1));
-#pragma unroll
-            for (int i = 0; i < OWN_CHUNKS; i++) {
-                auto pair = [&](unsigned low, unsigned high, int h) {
-                    return E::pack(__fmul_rn(__uint_as_float(low), scales[h][i]),
-                                   __fmul_rn(__uint_as_float(high), scales[h][i]));
-                };
-                unsigned to = tile.chunk(8 * j + row, (i * VALUE_WARPGROUPS + warpgroup) * (KEYS / 8) + column);
-                hopper::stmatrix_x4_transposed(to, pair(x.x, x.y, 0), pair(x.z, x.w, 1), pair(y.x, y.y, 0),
-                                               pair(y.z, y.w, 1));
-            }
-        }
-        hopper::fence_proxy_async();
         __syncwarp();
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[0]));
-        synchronize();
+        chunks.advance(2);
+        probs.advance();
     }
 
     // Loads the codes of operand `number`. `from`: of its half.
@@ -153,40 +113,50 @@ struct RecordValues : ValueWarpgroup {
         if (number + 1 < OPERANDS) load(words, from, number + 1);
     }
 
-    // Stores a piece's outputs: to the workspace, or normalized as rows of the output. A lane finds where two rows go.
-    __device__ __forceinline__ void store_outputs(const Piece &piece) const {
-        bool whole = piece.is_whole(), is_f32 = !whole || params.out_f32;
-        unsigned long long own_to[2]; // 0: there is no such row
-#pragma unroll 1
-        for (int half = 0; half < 2; half++) {
-            int row = 32 * half + lane;
-            unsigned long long to = 0;
-            if (first_row_of_cta() + row < piece.tile.rows)
-                to = whole ? params.out.pointer + (out_row(piece, row) << (is_f32 ? 2 : 1))
-                           : (unsigned long long)partial_row(piece, row);
-            if (half)
-                own_to[1] = to;
-            else
-                own_to[0] = to;
-        }
-        int first_dim = warpgroup * DIMS_PER_WARPGROUP + 16 * warp + 2 * (lane >> 2);
+    // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
+    // `each(dim, output, next output)` for the thread's outputs of the row.
+    template <class Store> __device__ __forceinline__ void for_each_row(const Piece &piece, Store store) const {
 #pragma unroll
         for (int c = 0; c < ROWS / 4; c++) {
-            int row = c / 2 * 8 + 2 * (lane & 3) + c % 2;
-            unsigned long long to = __shfl_sync(~0u, own_to[c / 8], row % 32);
-            float factor = whole ? exchange.out_factor[row] : 1.0f;
-            if (!to) continue;
+            int own_lane = opaque(lane), row = c / 2 * 8 + 2 * (own_lane & 3) + c % 2;
+            int first_dim = warpgroup * DIMS_PER_WARPGROUP + 16 * warp + 2 * (own_lane >> 2);
+            if (first_row_of_cta() + row >= piece.tile.rows) continue;
+            store(row, [&](auto each) {
 #pragma unroll
-            for (int n = 0; n < HALF_OPERANDS; n++) {
-                int dim = first_dim + n / CHUNK_SUBTILES * CHUNK_DIMS + n % CHUNK_SUBTILES * 64;
-                const float(&from)[ROWS / 2] = out[n / CHUNK_SUBTILES][n % CHUNK_SUBTILES];
-                float x = __fmul_rn(from[c / 2 * 4 + c % 2], factor), y = __fmul_rn(from[c / 2 * 4 + 2 + c % 2], factor);
-                if (is_f32)
-                    *((float2 *)to + dim / 2) = make_float2(x, y);
-                else
-                    *((unsigned *)to + dim / 2) = E::pack(x, y);
-            }
+                for (int i = 0; i < OWN_CHUNKS; i++)
+#pragma unroll
+                    for (int b = 0; b < CHUNK_SUBTILES; b++)
+                        each(first_dim + CHUNK_DIMS * i + 64 * b, out[i][b][c / 2 * 4 + c % 2],
+                             out[i][b][c / 2 * 4 + 2 + c % 2]);
+            });
         }
+    }
+
+    // Stores a piece's outputs: to the workspace, or normalized as rows of the output.
+    __device__ __forceinline__ void store_outputs(const Piece &piece) const {
+        if (!piece.is_whole()) {
+            for_each_row(piece, [&](int row, auto outputs) {
+                float *to = partial_row(piece, row);
+                outputs([&](int dim, float x, float y) { *(float2 *)(to + dim) = make_float2(x, y); });
+            });
+            return;
+        }
+        for_each_row(piece, [&](int row, auto outputs) {
+            float factor = exchange.out_factor[row];
+            long long at = out_row(piece, row);
+            if (params.out_f32) {
+                float *to = (float *)params.out.pointer + at;
+                outputs([&](int dim, float x, float y) {
+                    *(float2 *)(to + dim) = make_float2(__fmul_rn(x, factor), __fmul_rn(y, factor));
+                });
+            } else {
+                unsigned short *to = (unsigned short *)params.out.pointer + at;
+                outputs([&](int dim, float x, float y) {
+                    *(unsigned *)(to + dim) =
+                        E::pack(bound_output(__fmul_rn(x, factor)), bound_output(__fmul_rn(y, factor)));
+                });
+            }
+        });
     }
 };
 
