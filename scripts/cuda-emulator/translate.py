@@ -5,7 +5,14 @@ import glob, os, re, shutil, sys
 KERNELS, FOLDER = sys.argv[1:3]
 HERE = os.path.dirname(os.path.abspath(__file__))
 # The headers that the emulator has of its own, in the place of the kernels'.
-REPLACED = {"common/copy.cuh", "common/element.cuh", "hopper/hopper.cuh", "hopper/wgmma.cuh", "hopper/codes_wgmma.cuh"}
+REPLACED = {
+    "common/copy.cuh",
+    "common/element.cuh",
+    "hopper/hopper.cuh",
+    "hopper/wgmma.cuh",
+    "hopper/codes_wgmma.cuh",
+    "hopper/records_instructions.cuh",
+}
 for folder in ("common", "decode", "prefill", "hopper", "utility"):
     os.makedirs(f"{FOLDER}/{folder}", exist_ok=True)
 for path in REPLACED:

@@ -211,8 +211,9 @@ mod tests {
             assert_eq!(launch.module, "decode_bf16_576_512_mla656_r16_plain_sm90");
             assert_eq!((launch.threads, launch.grid[0]), (640, 128));
             let many = Problem { query_heads: 128, ..records(DType::BF16, keys) };
-            let many = select(&many, &facts("h200")).unwrap().decode;
-            assert_eq!((many.launch.module, many.launch.grid[0]), (launch.module, 128));
+            let many = select(&many, &facts("h200")).unwrap().decode.launch;
+            assert_eq!(many.module, "decode_bf16_576_512_mla656_r128_plain_sm90");
+            assert_eq!((many.threads, many.grid[0]), (512, 132));
             // f16 cannot hold their rotary dims.
             assert!(select(&records(DType::F16, keys), &facts("h200")).is_none());
         }

@@ -236,8 +236,15 @@ impl Rows {
     }
 
     /// The same over records of `mla656`.
-    const fn decode_mla656(&self) -> [Module; 2] {
-        [self.latent(Cache::Mla656, 16, false), self.latent(Cache::Mla656, 16, true)]
+    const fn decode_mla656(&self) -> [Module; 6] {
+        [
+            self.latent(Cache::Mla656, 16, false),
+            self.latent(Cache::Mla656, 64, false),
+            self.latent(Cache::Mla656, 128, false),
+            self.latent(Cache::Mla656, 16, true),
+            self.latent(Cache::Mla656, 64, true),
+            self.latent(Cache::Mla656, 128, true),
+        ]
     }
 
     /// The decode modules for caches in any format each under queries of any type, in f32.

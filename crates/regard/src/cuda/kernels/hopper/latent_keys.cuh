@@ -5,12 +5,6 @@
 
 namespace latent {
 
-// A record of mla656: codes of the value dims, an f32 scale per chunk of them, and the other dims in bf16.
-constexpr int RECORD_BYTES = 656, SCALES_BYTE = VALUE_DIM, ROTARY_BYTE = SCALES_BYTE + TILE_CHUNKS * 4;
-static_assert(!CONVERTS || (ElementType(ELEMENT_TYPE) == ElementType::BF16 && VALUE_DIM == 512 &&
-                            ROTARY_BYTE + (HEAD_DIM - VALUE_DIM) * 2 == RECORD_BYTES),
-              "the only records");
-
 struct KeyLoader {
     const AttentionParameters &params;
     const KvTensor &rest_keys; // the dims of keys that are not values; of mla656 none
@@ -40,12 +34,12 @@ struct KeyLoader {
 
     // Sets the address of a key, or of entry `key` of the tile's list; false if the list has no key there.
     __device__ __forceinline__ bool find_address(const Tile &tile, int key, unsigned long long &at) const {
-        constexpr int ELEMENT = CONVERTS ? RECORD_BYTES : 2;
+        constexpr int ELEMENT = RECORDS ? RECORD_BYTES : 2;
 #if LISTS
         ListedKey listed = find_listed_key(params, tile, key);
         if (listed.key < 0) return false;
-        at = !CONVERTS && index == VALUE_WARPGROUPS ? find_rest(tile, listed)
-                                                    : listed_key_address(params, tile, listed, ELEMENT);
+        at = !RECORDS && index == VALUE_WARPGROUPS ? find_rest(tile, listed)
+                                                   : listed_key_address(params, tile, listed, ELEMENT);
 #else
         KeyPlace place;
         if (params.block_size) {

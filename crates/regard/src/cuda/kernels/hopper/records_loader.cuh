@@ -1,0 +1,69 @@
+// Loaders of the decode kernel for latent caches of mla656 whose codes stay in shared memory: a copy per record.
+#pragma once
+#include "hopper/latent_keys.cuh"
+#include "hopper/records_instructions.cuh"
+
+namespace latent {
+
+// A loader warp: takes halves of K tiles in turn with the others, a lane per key.
+struct RecordLoader : KeyLoader {
+    unsigned long long policy; // of L2
+
+    // Loads half a K tile into a stage, when it is free.
+    __device__ __forceinline__ void load(const Piece &piece, int half, const PipelineState<CHUNKS> &stage) const {
+        int key = half * STAGE_KEYS + lane;
+        bool present = key >= piece.key_start && key < piece.key_end;
+        unsigned long long at = params.keys.pointer;
+        if (present) present = find_address(piece.tile, key, at);
+        // While another half is in the place of this one.
+        if (present) hopper::bulk_prefetch(policy, (const void *)at, RECORD_BYTES);
+        unsigned all_present = __ballot_sync(~0u, present);
+        unsigned to = base + CHUNKS_OFFSET + stage.index * STAGE_BYTES + lane * RECORD_BYTES;
+        unsigned full = shared_address(&shared.full[stage.index]);
+        hopper::mbarrier_wait(shared_address(&shared.empty[stage.index]), stage.phase ^ 1);
+        if (UNLIKELY(~all_present)) {
+            // 0 * NaN = NaN, so what the piece does not have is zeroed.
+            if (!present) {
+#pragma unroll 1
+                for (int i = 0; i < RECORD_BYTES; i += 16) st_shared_v4(to + i, make_uint4(0, 0, 0, 0));
+                hopper::fence_proxy_async();
+            }
+            __syncwarp();
+        }
+        if (lane == 0) {
+#if LISTS
+            shared.present[stage.index] = all_present;
+#endif
+            hopper::mbarrier_arrive_expect_tx(full, __popc(all_present) * RECORD_BYTES);
+        }
+        __syncwarp();
+        if (present) records::bulk_load(policy, to, at, RECORD_BYTES, full);
+    }
+
+    __device__ __forceinline__ void run() {
+        policy = hopper::evict_first_policy();
+        // If the lengths are scheduled, the page table is not written by the preceding kernel either.
+        bool waits = LISTS || !is_scheduled(params);
+        if (waits) grid_dependency_wait();
+        PieceReader pieces;
+        PipelineState<CHUNKS> stage;
+        int turn = 0;
+#pragma unroll 1
+        for (;;) {
+            const Piece &piece = pieces.wait(shared);
+            if (!piece.more) break;
+            if (!waits) grid_dependency_wait();
+            waits = true;
+            int end = 2 * piece.end_tile();
+#pragma unroll 1
+            for (int half = 2 * piece.first_tile(); half < end; half++) {
+                if (turn == index) load(piece, half, stage);
+                turn = turn == LOADERS - 1 ? 0 : turn + 1;
+                stage.advance();
+            }
+            pieces.release(shared, lane);
+        }
+    }
+};
+
+} // namespace latent

@@ -1,0 +1,329 @@
+// 64 rows over records of mla656: the score warpgroup. S^T = K Q^T takes keys as its first operand from registers.
+//
+// A thread has the scores of two keys, and of COLUMNS rows: element 4 j + 2 h + e is key 16 warp + lane / 4 + 8 h, row
+// 8 j + 2 (lane % 4) + e. Column 2 j + e is that row.
+//
+// Keys are codes, which have a scale per key and chunk of 128 dims: sums are multiplied by the quotient of two scales
+// between chunks, and by the last scale in the end. Queries of these dims are f16, divided by a power of two per row
+// that brings their largest number to the top of f16's range. The other dims are bf16, and are added last.
+#pragma once
+#include "common/formats.cuh"
+#include "hopper/latent_scores.cuh"
+#include "hopper/records_operands.cuh"
+
+namespace latent {
+
+struct RecordScores : ScoreWarpgroup {
+    static constexpr int COLUMNS = ROWS / 4;
+    // Exponents of probabilities are relative to the maximum of a row's scores so far, or to this.
+    static constexpr float NO_REFERENCE = -MAX_FLOAT;
+
+    float row_sum[COLUMNS]; // this thread's part
+
+    typedef float Columns[COLUMNS];
+    typedef unsigned Operands[records::KEY_STEPS][4];
+
+    __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
+
+    // Numbers of this thread's rows, of all rows in shared memory.
+    __device__ __forceinline__ void load_columns(Columns &x, const float *from) const {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 2) {
+            float2 pair = *(const float2 *)(from + row_of(c));
+            x[c] = pair.x, x[c + 1] = pair.y;
+        }
+    }
+
+    __device__ __forceinline__ void begin(const Tile &tile) {
+        load_queries(tile, warp);
+        convert_queries();
+        if (threadIdx.x % 128 < ROWS) exchange.reference[threadIdx.x % 128] = NO_REFERENCE;
+        synchronize();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) row_sum[c] = 0.0f;
+    }
+
+    // Converts what `load_queries` has loaded, in its place: a warp its rows, a lane 16 dims.
+    __device__ __forceinline__ void convert_queries() const {
+        SharedTile<ROWS> query = {base + QUERY_OFFSET};
+        __syncwarp();
+#pragma unroll 1
+        for (int row = warp; row < ROWS; row += QUERY_WARPS) {
+            unsigned at[2] = {query.chunk(row, 2 * lane), query.chunk(row, 2 * lane + 1)}, pairs[8];
+            float most = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint4 x = hopper::ld_shared_v4(at[i]);
+                pairs[4 * i] = x.x, pairs[4 * i + 1] = x.y, pairs[4 * i + 2] = x.z, pairs[4 * i + 3] = x.w;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                most = fmaxf(most, fmaxf(fabsf(E::to_float((unsigned short)pairs[i])),
+                                         fabsf(E::to_float((unsigned short)(pairs[i] >> 16)))));
+            most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+            WeightScale power = weight_scale(most);
+            unsigned slots[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                unsigned pair = pairs[records::pair_of_slots(i)];
+                slots[i] = Element<ElementType::F16>::pack(E::to_float((unsigned short)pair) * power.factor,
+                                                           E::to_float((unsigned short)(pair >> 16)) * power.factor);
+            }
+            st_shared_v4(at[0], make_uint4(slots[0], slots[1], slots[2], slots[3]));
+            st_shared_v4(at[1], make_uint4(slots[4], slots[5], slots[6], slots[7]));
+            if (lane == 0) exchange.query_scale[row] = power.inverse;
+        }
+        hopper::fence_proxy_async();
+    }
+
+    // The K tiles of a piece.
+    __device__ __forceinline__ void run_tiles(const Piece &piece) {
+        int end = piece.end_tile();
+#pragma unroll 1
+        for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
+            unsigned hidden = multiply_keys();
+            modify_scores(piece.tile, key_tile * KEYS, hidden);
+            softmax_step();
+            chunks.advance(2);
+        }
+    }
+
+    // The scales of a key, by chunk. `record`: its address.
+    static __device__ __forceinline__ void load_scales(float (&x)[TILE_CHUNKS], unsigned record) {
+        uint4 words = hopper::ld_shared_v4(record + SCALES_BYTE);
+        x[0] = __uint_as_float(words.x), x[1] = __uint_as_float(words.y);
+        x[2] = __uint_as_float(words.z), x[3] = __uint_as_float(words.w);
+    }
+
+    // What the sums of a key are multiplied by after each chunk: the quotient of its scale and the next one; after the
+    // last, its scale. Scales that are smaller by so much that sums could overflow are taken for larger ones, whose
+    // products are as good as 0.
+    static __device__ __forceinline__ void find_quotients(float (&x)[TILE_CHUNKS], unsigned record) {
+        constexpr float SMALLEST = 0x1p-100f, QUOTIENT = 0x1p-90f;
+        load_scales(x, record);
+        float bound = 0.0f;
+#pragma unroll
+        for (int i = 0; i < TILE_CHUNKS; i++) bound = fmaxf(bound, fabsf(x[i]));
+        bound = fmaxf(bound * QUOTIENT, SMALLEST);
+#pragma unroll
+        for (int i = 0; i < TILE_CHUNKS; i++)
+            if (fabsf(x[i]) < bound) x[i] = bound;
+#pragma unroll
+        for (int i = 0; i + 1 < TILE_CHUNKS; i++) x[i] = __fmul_rn(x[i], reciprocal(x[i + 1]));
+    }
+
+    // The stage of this warp's keys.
+    __device__ __forceinline__ PipelineState<CHUNKS> own_stage() const { return chunks.at(warp / 2); }
+    __device__ __forceinline__ unsigned own_records() const {
+        return chunk_records(base, own_stage()) + warp % 2 * 16 * RECORD_BYTES;
+    }
+
+    // Multiplies queries by the keys of the next K tile. Returns which of this thread's keys a list does not have: bit
+    // h.
+    __device__ __forceinline__ unsigned multiply_keys() {
+        unsigned base = opaque(this->base);
+        SharedTile<ROWS> queries = {base + QUERY_OFFSET};
+        hopper::mbarrier_wait(shared_address(&shared.full[own_stage().index]), own_stage().phase);
+        unsigned records = own_records(), from = records + (lane & 15) * RECORD_BYTES + (lane & 16);
+        float quotients[2][TILE_CHUNKS];
+#pragma unroll
+        for (int h = 0; h < 2; h++) find_quotients(quotients[h], records + ((lane >> 2) + 8 * h) * RECORD_BYTES);
+        Operands a[BUFFERS];
+        unsigned words[4];
+        ldmatrix_x4(words, from);
+        convert(a[0], words, from, 0);
+#pragma unroll
+        for (int n = 0; n < OPERANDS; n++) {
+            bool is_rotary = n >= CODE_OPERANDS;
+            if (n % CHUNK_OPERANDS == 0) {
+                if (n) finish_chunk(quotients, n / CHUNK_OPERANDS - 1);
+                if (is_rotary) multiply_by_query_scales();
+                warpgroup_fence_operand(scores);
+            }
+            hopper::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < records::KEY_STEPS; step++) {
+                unsigned long long b = queries.k_major(records::KEY_STEPS * n + step);
+                if (is_rotary)
+                    records::mma_bf16(scores, a[n % BUFFERS][step], b, 1);
+                else
+                    records::mma_f16(scores, a[n % BUFFERS][step], b, n % OPERANDS || step);
+            }
+            hopper::wgmma_commit();
+            if (n + 1 < OPERANDS) {
+                hopper::wgmma_wait<BUFFERS - 1>();
+                convert(a[(n + 1) % BUFFERS], words, from, n + 1);
+            }
+        }
+        unsigned hidden = 0;
+#if LISTS
+        hidden = ~(unsigned)shared.present[own_stage().index] >> (16 * (warp & 1) + (lane >> 2));
+        hidden = (hidden & 1) | (hidden >> 7 & 2);
+#endif
+#pragma unroll
+        for (int h = 0; h < 2; h++) load_scales(scales[h], records + ((lane >> 2) + 8 * h) * RECORD_BYTES);
+        __syncwarp();
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.empty[own_stage().index]));
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(scores);
+        return hidden;
+    }
+
+    // Operands of a K tile: dims that are codes, then the others.
+    static constexpr int OPERAND_DIMS = 16 * records::KEY_STEPS, CHUNK_OPERANDS = CHUNK_DIMS / OPERAND_DIMS,
+                         CODE_OPERANDS = VALUE_DIM / OPERAND_DIMS, OPERANDS = HEAD_DIM / OPERAND_DIMS;
+    // Operands in registers: products read some while others are converted.
+    static constexpr int BUFFERS = 2;
+
+    // Makes an operand of its codes, and loads those of the next one.
+    static __device__ __forceinline__ void convert(Operands &a, unsigned (&words)[4], unsigned from, int number) {
+        if (number < CODE_OPERANDS)
+            records::key_operands(a, words);
+        else
+            records::rotary_operands(a, from + ROTARY_BYTE + (number - CODE_OPERANDS) * OPERAND_DIMS * 2);
+        if (number + 1 < CODE_OPERANDS) ldmatrix_x4(words, from + (number + 1) * OPERAND_DIMS);
+    }
+
+    __device__ __forceinline__ void finish_chunk(const float (&quotients)[2][TILE_CHUNKS], int chunk) {
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(scores);
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], quotients[i / 2 % 2][chunk]);
+    }
+
+    __device__ __forceinline__ void multiply_by_query_scales() {
+        Columns query_scales;
+        load_columns(query_scales, exchange.query_scale);
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], query_scales[i / 4 * 2 + i % 2]);
+    }
+
+    // Dot products become scores.
+    __device__ __forceinline__ void modify_scores(const Tile &tile, int first_key, unsigned hidden) {
+        bool hides = scale_scores(tile, first_key);
+#if LISTS
+        if (!UNLIKELY(hidden)) return;
+#pragma unroll
+        for (int i = 0; i < SCORES; i++)
+            if (hidden >> i / 2 % 2 & 1) scores[i] = -INF;
+#else
+        if (!hides) return;
+        // Bit 2 c + h: whether row `row_of(c)` sees the key. Not unrolled, because it rarely runs.
+        unsigned visible = 0;
+#pragma unroll 1
+        for (int c = 0; c < COLUMNS; c++) {
+            int head, token, key = first_key + 16 * warp + (lane >> 2);
+            tile.find_row(params, min(first_row_of_cta() + row_of(c), tile.rows - 1), head, token);
+            int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
+            visible |= (unsigned)(key >= start && key < end) << 2 * c;
+            visible |= (unsigned)(key + 8 >= start && key + 8 < end) << 2 * c + 1;
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (!(visible >> 2 * c + half & 1)) scores[c / 2 * 4 + 2 * half + c % 2] = -INF;
+#endif
+    }
+
+    __device__ __forceinline__ float tile_max(int c) const {
+        return fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
+    }
+
+    // Combines a number per row over all threads that have the row, by `f`, and leaves it with all of them. It rarely
+    // runs, so its code is short: through shared memory, where the next probabilities will be.
+    template <class F> __device__ __forceinline__ void reduce_rows(Columns &x, F f) {
+        wait_probs_empty();
+        float *all = (float *)(dynamic_shared + PROBS_OFFSET); // [COLUMNS][128]
+        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES && PROB_STAGES == 1, "the stage of probabilities");
+        int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) all[c * 128 + thread] = x[c];
+        synchronize();
+        if (thread < ROWS) {
+            const float *own = all + (thread / 8 * 2 + thread % 2) * 128 + thread % 8 / 2;
+            float combined = own[0];
+#pragma unroll 4
+            for (int i = 1; i < 32; i++) combined = f(combined, own[i * 4]);
+            exchange.rows[thread] = combined;
+        }
+        synchronize();
+        load_columns(x, exchange.rows);
+    }
+
+    // Raises the references to the maxima of rows, and leaves the factors of outputs in shared memory.
+    __device__ __forceinline__ void update_references() {
+        Columns maxima, before;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) maxima[c] = tile_max(c);
+        reduce_rows(maxima, [](float a, float b) { return fmaxf(a, b); });
+        load_columns(before, exchange.reference);
+        synchronize(); // all have read them
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            maxima[c] = fmaxf(maxima[c], before[c]);
+            float factor = exp2_fast(before[c] - maxima[c]);
+            row_sum[c] = __fmul_rn(row_sum[c], factor);
+            if (warp == 0 && lane < 4) {
+                exchange.reference[row_of(c)] = maxima[c];
+                exchange.rescale[0][row_of(c)] = factor;
+            }
+        }
+        synchronize();
+    }
+
+    // Online softmax over the scores of a K tile, which become probabilities in shared memory: a copy for each chunk of
+    // values, times its scales.
+    __device__ __forceinline__ void softmax_step() {
+        Columns references;
+        load_columns(references, exchange.reference);
+        bool rises = false;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) rises |= tile_max(c) - references[c] > RESCALE_THRESHOLD;
+        bool rescales = hopper::named_barrier_or(SCORES_BARRIER, 128, rises);
+        if (UNLIKELY(rescales)) {
+            update_references();
+            load_columns(references, exchange.reference);
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float &score = scores[c / 2 * 4 + 2 * half + c % 2];
+                score = exp2_fast(score - references[c]);
+                row_sum[c] = __fadd_rn(row_sum[c], score);
+            }
+        wait_probs_empty();
+        // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
+#pragma unroll
+        for (int tile = 0; tile < PROB_TILES; tile++)
+#pragma unroll
+            for (int j = 0; j < ROWS / 8; j += 2) store_pairs(tile, j);
+        publish(rescales);
+    }
+
+    // Stores the probabilities of elements 4 j to 4 j + 7, as pairs in four matrices.
+    __device__ __forceinline__ void store_pairs(int tile, int j) const {
+        int chunk = first_dim_of(tile) / CHUNK_DIMS;
+        auto pair = [&](int i) {
+            float scale = scales[i / 2 % 2][chunk];
+            return E::pack(__fmul_rn(scores[4 * j + i], scale), __fmul_rn(scores[4 * j + i + 1], scale));
+        };
+        hopper::stmatrix_x4_transposed(probability_chunk(tile, 8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                       pair(0), pair(2), pair(4), pair(6));
+    }
+
+    __device__ __forceinline__ void finish_rows(const Piece &piece) {
+        reduce_rows(row_sum, [](float a, float b) { return a + b; });
+        wait_factor_empty();
+        int row = 32 * warp + lane;
+        if (row < ROWS) {
+            float reference = exchange.reference[row];
+            State state = {reference == NO_REFERENCE ? -INF : reference, exchange.rows[row]};
+            exchange.out_factor[row] = finish_row(piece, row, state, true);
+        }
+        publish_factors();
+    }
+};
+
+} // namespace latent
