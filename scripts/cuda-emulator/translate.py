@@ -67,6 +67,8 @@ def store(memory, element, count):
 
 # The C++ of an instruction, by a part of its text: made from its outputs and inputs, as written in the source.
 ASSEMBLY = [
+    ("cp.async.cg.shared.global.L2::cache_hint", lambda o, i: f"cp_async({i[0]}, {i[1]}, {i[2]});"),
+    ("createpolicy", lambda o, i: f"{o[0]} = 1;"),
     ("st.shared.v4.b32", lambda o, i: f"memset(emu_at({i[0]}, 16), 0, 16);"),
     ("st.global.v4.b32", store("global", "unsigned", 4)),
     ("ld.shared.v2.b32", load("shared", "unsigned", 2)),

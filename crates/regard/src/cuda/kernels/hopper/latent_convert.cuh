@@ -42,8 +42,6 @@ struct Converter : KeyLoader {
     static constexpr int BATCH = LOADS / 2;               // in flight: those of 32 keys
     static_assert(BATCH == 8 && CHUNK_SUBTILES == 2, "four keys per load of a warp, eight lanes each");
 
-    unsigned long long policy; // of L2
-
     // The chunk that this warp converts, and its keys.
     int key_tile, chunk; // `chunk`: of the K tile
     ChunkState chunks;   // of the K tile
@@ -138,7 +136,6 @@ struct Converter : KeyLoader {
     }
 
     __device__ __forceinline__ void run() {
-        policy = hopper::evict_first_policy();
         // If the lengths are scheduled, the page table is not written by the preceding kernel either.
         bool waits = is_scheduled(params);
         if (!waits) grid_dependency_wait();

@@ -5,12 +5,34 @@
 
 namespace latent {
 
+// The policy of L2 for keys. Keys that are read once are evicted first: else they drive the kernel's code out, and the
+// next call waits for instructions. Rows of a sequence may list the same keys, and read them from L2.
+static __device__ __forceinline__ unsigned long long key_policy(const AttentionParameters &params) {
+#if LISTS
+    if (params.batch != lists_of(params).sequences) {
+        unsigned long long policy;
+        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+        return policy;
+    }
+#endif
+    return hopper::evict_first_policy();
+}
+
+// As cp_async, with a policy of L2.
+static __device__ __forceinline__ void cp_async_with(unsigned long long policy, unsigned to, const void *from,
+                                                     int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 struct KeyLoader {
     const AttentionParameters &params;
     const KvTensor &rest_keys; // the dims of keys that are not values; of mla656 none
     Shared &shared;
     unsigned base; // of shared memory
     int index, lane;
+    unsigned long long policy = key_policy(params); // of L2
 
     // The keys of a K tile: a lane has where keys `lane` and 32 + `lane` are.
     struct Keys {
@@ -83,7 +105,7 @@ struct KeyLoader {
                 int bytes = keys.present[half] >> key & 1 ? 16 : 0;
                 unsigned at = to + (32 * half + key) * 128 + ((part ^ key % 8) << 4);
 #pragma unroll
-                for (int i = 0; i < COUNT; i++) cp_async(at + i * SUBTILE_BYTES, from + i * 128, bytes);
+                for (int i = 0; i < COUNT; i++) cp_async_with(policy, at + i * SUBTILE_BYTES, from + i * 128, bytes);
             }
         }
     }

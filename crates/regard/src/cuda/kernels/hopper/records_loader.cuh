@@ -7,8 +7,6 @@ namespace latent {
 
 // A loader warp: takes halves of K tiles in turn with the others, a lane per key.
 struct RecordLoader : KeyLoader {
-    unsigned long long policy; // of L2
-
     // Loads half a K tile into a stage, when it is free.
     __device__ __forceinline__ void load(const Piece &piece, int half, const PipelineState<CHUNKS> &stage) const {
         int key = half * STAGE_KEYS + lane;
@@ -41,7 +39,6 @@ struct RecordLoader : KeyLoader {
     }
 
     __device__ __forceinline__ void run() {
-        policy = hopper::evict_first_policy();
         // If the lengths are scheduled, the page table is not written by the preceding kernel either.
         bool waits = LISTS || !is_scheduled(params);
         if (waits) grid_dependency_wait();
