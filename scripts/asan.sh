@@ -38,5 +38,5 @@ export ASAN_OPTIONS="detect_stack_use_after_return=1:allocator_may_return_null=1
 # The oracle has no unsafe code of its own but loads, and takes longer than the kernels: it judges some rows of every head.
 export REGARD_MAX_WORK="${REGARD_MAX_WORK:-200000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-4}" PROPTEST_CASES="${PROPTEST_CASES:-100}"
 # Fewer pieces than that profile has: each repeats what the others instantiate.
-export CARGO_PROFILE_DEV_CODEGEN_UNITS=16 CARGO_PROFILE_DEV_LTO=off
+export CARGO_PROFILE_DEV_CODEGEN_UNITS=16
 cargo test --target "$target" -p regard "$@"
