@@ -42,15 +42,15 @@ rm -rf "$wheels"
 wheel=$(echo "$wheels"/*.whl)
 bytes=$(stat -c %s "$wheel")
 echo "$(basename "$wheel"): $bytes bytes"
-# .ci/run builds without link-time optimization, which leaves more code.
-most=15000000
-[ "${CARGO_PROFILE_RELEASE_LTO:-}" != off ] || most=16000000
-if [ "$bytes" -gt "$most" ]; then
-    echo "the wheel exceeds $most bytes"
+if [ "$bytes" -gt 15000000 ]; then
+    echo "the wheel exceeds 15 MB"
     exit 1
 fi
 "$python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 
+# PyTorch's threads, and the stand-in driver's, sleep when they have nothing to do: spinning, they take a core from everything
+# else.
+export OMP_WAIT_POLICY=passive
 # Not from the source folder: the wheel is tested.
 tests="$PWD/$crate/tests"
 "$python" -m pytest -c "$PWD/$crate/pyproject.toml" --rootdir "$tests" -p no:cacheprovider "$tests" "$@"
