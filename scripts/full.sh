@@ -63,7 +63,6 @@ step "metal: 5,000 random problems on the host" metal_host
 step "metal: every build of the kernels" scripts/metal.sh
 step "metal: every pipeline by other compilers" scripts/metal-compile.py
 step "metal: the host's side, every row judged" scripts/metal-host.sh
-step "Python wheel, as it ships" scripts/python.sh
 step "candle: the tests, optimized as the profile says" candle
 step "metal: type check of candle's Metal tensors" scripts/apple.sh candle
 step "memcheck" scripts/memcheck.sh

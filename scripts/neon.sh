@@ -40,7 +40,7 @@ install_tools() {
 run_cargo() {
     RUSTC="$cache/rustc" \
         CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/neon" \
-        CARGO_PROFILE_DEV_CODEGEN_UNITS=16 CARGO_PROFILE_DEV_LTO=off \
+        CARGO_PROFILE_DEV_CODEGEN_UNITS=16 \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
         CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
         cargo "$@"

@@ -48,6 +48,9 @@ if [ "$bytes" -gt 15000000 ]; then
 fi
 "$python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 
+# PyTorch's threads, and the stand-in driver's, sleep when they have nothing to do: spinning, they take a core from everything
+# else.
+export OMP_WAIT_POLICY=passive
 # Not from the source folder: the wheel is tested.
 tests="$PWD/$crate/tests"
 "$python" -m pytest -c "$PWD/$crate/pyproject.toml" --rootdir "$tests" -p no:cacheprovider "$tests" "$@"
