@@ -4,8 +4,8 @@
 #   scripts/metal.sh                 all of them: the whole list of cases plainly; every pipeline with every pair of features; a core list with fast math, under AddressSanitizer and
 #                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of
 #                                    the tests: every threadgroup barrier deleted in turn
-#   scripts/metal.sh short           the plain build alone, with 16 rows of each case judged and fewer random compositions of the fixed seeds, and the tests
-#                                    of msl-host (.ci/run)
+#   scripts/metal.sh short           the plain build alone, with 16 rows of each case judged and fewer random problems (REGARD_METAL_RANDOM), and the tests of
+#                                    msl-host (.ci/run)
 #   scripts/metal.sh plain|fast-math|sanitized|races [ARGS...]     one of them; arguments go to the tests
 #
 # Needs clang 19 or later with its sanitizers; on Debian they are installed where they are missing, which needs root.
@@ -64,7 +64,7 @@ run() {
 case "${1:-all}" in
     short)
         # The oracle takes longer than the kernels.
-        export REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" REGARD_METAL_RANDOM="${REGARD_METAL_RANDOM:-200}"
+        export REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" REGARD_METAL_RANDOM="${REGARD_METAL_RANDOM:-100}"
         cargo tests --quiet --test runtime
         run plain
         ;;

@@ -156,11 +156,7 @@ fn results_are_right_where_subnormals_are_flushed() {
 #[test]
 fn anything_composes_with_anything() {
     let Some(compiler) = compiler() else { return };
-    let count = match (std::env::var("REGARD_METAL_RANDOM"), support::build()) {
-        (Ok(count), _) => count.parse().expect("REGARD_METAL_RANDOM is a number"),
-        (Err(_), Build::Plain) => 1000,
-        (Err(_), _) => 0,
-    };
+    let count = random_count(if support::build() == Build::Plain { 1000 } else { 0 });
     let seeds: Vec<u64> = (0..count).map(|seed| 10_000 + seed).collect();
     for_all((&compiler, &metal::source(), support::build()), &seeds, |library, &seed| {
         let case = list::random(seed).generate();
@@ -174,6 +170,12 @@ fn anything_composes_with_anything() {
     });
 }
 
+/// Random problems to run: `REGARD_METAL_RANDOM`, or so many.
+fn random_count(default: u64) -> u64 {
+    let given = std::env::var("REGARD_METAL_RANDOM");
+    given.map_or(default, |count| count.parse().expect("REGARD_METAL_RANDOM is a number"))
+}
+
 /// Wider than that, and with another seed every time: `regard check --random --device metal-host`
 /// as a test.
 #[test]
@@ -182,9 +184,10 @@ fn random_problems_of_a_new_seed() {
         return;
     }
     let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(MetalHost::new()?)) };
-    let summary = random::test("on the Metal kernels", 300, Profile::All, &make);
+    let count = random_count(300);
+    let summary = random::test("on the Metal kernels", count, Profile::All, &make);
     let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
-    assert_eq!(summary.passed, 300, "{summary:?}");
+    assert_eq!(summary.passed, count, "{summary:?}");
 }
 
 #[test]
