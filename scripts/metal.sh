@@ -4,7 +4,8 @@
 #   scripts/metal.sh                 all of them: the whole list of cases plainly; every pipeline with every pair of features; a core list with fast math, under AddressSanitizer and
 #                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of
 #                                    the tests: every threadgroup barrier deleted in turn
-#   scripts/metal.sh short           the plain build alone, with 16 rows of each case judged and fewer random problems (REGARD_METAL_RANDOM), and the tests of
+#   scripts/metal.sh short           the plain build alone, with one large case of each kind (REGARD_MAX_WORK), 16 rows of each case judged (REGARD_JUDGED_ROWS)
+#                                    and fewer random problems (REGARD_METAL_RANDOM), and the tests of
 #                                    msl-host (.ci/run)
 #   scripts/metal.sh plain|fast-math|sanitized|races [ARGS...]     one of them; arguments go to the tests
 #
@@ -63,8 +64,8 @@ run() {
 
 case "${1:-all}" in
     short)
-        # The oracle takes longer than the kernels.
-        export REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" REGARD_METAL_RANDOM="${REGARD_METAL_RANDOM:-100}"
+        # Kernels run slowly on the host. Of large cases, there is one of each kind.
+        export REGARD_MAX_WORK="${REGARD_MAX_WORK:-300000}" REGARD_JUDGED_ROWS="${REGARD_JUDGED_ROWS:-16}" REGARD_METAL_RANDOM="${REGARD_METAL_RANDOM:-100}"
         cargo tests --quiet --test runtime
         run plain
         ;;

@@ -24,7 +24,10 @@ use support::{compiler, for_all, gpu, library, read, run, run_case, source_of, w
 fn specs() -> Vec<Spec> {
     let only = std::env::var("REGARD_METAL_CASES").unwrap_or_default();
     let all: Vec<_> = match support::build() {
-        Build::Plain => list::list_with_caches().collect(),
+        Build::Plain => {
+            let others = list::list_with_caches().skip(list::list().count());
+            list::within(support::most_work()).chain(others).collect()
+        }
         Build::FastMath | Build::Sanitized | Build::Races => core(),
     };
     all.into_iter().filter(|spec| spec.name.contains(&only)).collect()

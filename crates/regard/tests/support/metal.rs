@@ -38,6 +38,13 @@ pub fn compiler() -> Option<Compiler> {
     }
 }
 
+/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MAX_WORK`; else
+/// any number.
+pub fn most_work() -> usize {
+    let given = std::env::var("REGARD_MAX_WORK");
+    given.map_or(usize::MAX, |number| number.parse().expect("REGARD_MAX_WORK is a number"))
+}
+
 /// Number of rows of a case that are judged: `REGARD_JUDGED_ROWS`; else all. Judging a row takes
 /// longer than running it, even here.
 pub fn judged_rows() -> Option<usize> {
