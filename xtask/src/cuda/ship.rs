@@ -74,10 +74,13 @@ type Archive = BTreeMap<String, Image>;
 fn options(kind: &str, bytes: usize) -> LzmaOptions {
     let mut options = LzmaOptions::with_preset(PRESET);
     options.dict_size = u32::try_from(bytes.next_multiple_of(1 << 12)).unwrap_or(u32::MAX);
-    (options.lc, options.lp, options.pb) = match kind == super::PTX {
-        true => (4, 0, 0),
-        false => (0, 4, 4),
-    };
+    if kind == super::PTX {
+        (options.lc, options.lp, options.pb) = (4, 0, 0);
+        // Long matches are worth a longer search there: 1.3% less.
+        (options.nice_len, options.depth_limit) = (128, 1000);
+    } else {
+        (options.lc, options.lp, options.pb) = (0, 4, 4);
+    }
     options
 }
 
