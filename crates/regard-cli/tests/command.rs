@@ -430,8 +430,13 @@ fn check_judges_and_counts() {
 
 #[test]
 fn check_refuses_repetitions_that_mean_nothing() {
-    regard(&["check", "--cases=trees/", "--repeat", "0"]).failed(2, &["--repeat"]);
-    regard(&["check", "--random", "1", "--repeat", "2"]).failed(2, &["--repeat"]);
+    for arguments in [["--cases=trees/", "--repeat", "0"], ["--random=1", "--repeat", "2"]] {
+        // clap's words: an error line, then usage.
+        let ran = regard(&[&["check"], &arguments[..]].concat());
+        assert_eq!(ran.status, 2, "{}", ran.stderr);
+        let first = ran.stderr.lines().next().unwrap_or_default();
+        assert!(first.starts_with("error: ") && first.contains("--repeat"), "{first}");
+    }
 }
 
 #[test]
