@@ -3,6 +3,7 @@
 #pragma once
 #include "common/formats.cuh"
 #include "hopper/codes_shape.cuh"
+#include "hopper/widen_e4m3.cuh"
 
 namespace codes {
 
@@ -10,16 +11,8 @@ namespace codes {
 template <CacheFormat FORMAT> struct Converter : Codes<FORMAT> {};
 
 template <> struct Converter<CacheFormat::E4M3> {
-    // The conversion reads the upper half of a register as well as the lower one, where the compiler sees both.
     static __device__ __forceinline__ void to_f16(unsigned codes, unsigned &first, unsigned &second) {
-        asm("{\n"
-            ".reg .b16 low, high;\n"
-            "mov.b32 {low, high}, %2;\n"
-            "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-            "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-            "}"
-            : "=r"(first), "=r"(second)
-            : "r"(codes));
+        hopper::widen_e4m3(codes, first, second);
     }
     static __device__ __forceinline__ void to_f16_even_odd(unsigned codes, unsigned &even, unsigned &odd) {
         to_f16(__byte_perm(codes, 0, 0x3120), even, odd);

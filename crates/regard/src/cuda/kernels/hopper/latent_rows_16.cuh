@@ -1,17 +1,12 @@
 // The decode kernel for latent caches with 16 rows: rows are the N of both products.
 #pragma once
-#include "hopper/latent_scores.cuh"
-#include "hopper/latent_values.cuh"
+#include "hopper/latent_roles.cuh"
 
 namespace latent {
 
-// Few rows: S^T = K Q^T. A thread has the scores of two keys, and of COLUMNS rows: column 2 j + e is row 8 j + 2 (lane
-// % 4) + e.
+// Few rows: S^T = K Q^T.
 struct RowScores : ScoreWarpgroup {
-    static constexpr int COLUMNS = ROWS / 4;
     float row_max[COLUMNS], row_sum[COLUMNS]; // maxima of all keys, this thread's part of sums
-
-    __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
 
     __device__ __forceinline__ void begin(const Tile &tile) {
         load_queries(tile, warp);
@@ -47,21 +42,7 @@ struct RowScores : ScoreWarpgroup {
             if (!(present >> (key + i / 2 % 2 * 8) & 1)) scores[i] = -INF;
 #else
         if (!hides) return;
-        // Bit 2 c + half: whether row `row_of(c)` sees the key. Not unrolled, because it rarely runs.
-        unsigned visible = 0;
-#pragma unroll 1
-        for (int c = 0; c < COLUMNS; c++) {
-            int head, token, key = first_key + 16 * warp + (lane >> 2);
-            tile.find_row(params, min(first_row_of_cta() + row_of(c), tile.rows - 1), head, token);
-            int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
-            visible |= (unsigned)(key >= start && key < end) << 2 * c;
-            visible |= (unsigned)(key + 8 >= start && key + 8 < end) << 2 * c + 1;
-        }
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                if (!(visible >> 2 * c + half & 1)) scores[c / 2 * 4 + 2 * half + c % 2] = -INF;
+        hide_unseen(tile, first_key);
 #endif
     }
 
@@ -175,6 +156,22 @@ struct RowValues : ValueWarpgroup {
             }
     }
 
+    // The K tiles of a piece.
+    __device__ __forceinline__ void run_tiles(const Piece &piece) {
+        int end = piece.end_tile();
+#pragma unroll 1
+        for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
+            hopper::mbarrier_wait(shared_address(&shared.probs_full[probs.index]), probs.phase);
+            if (*(const int *)shared.rescales[probs.index]) rescale();
+            wait_chunks(chunks);
+            zero_others(piece, key_tile * KEYS, chunks);
+            multiply();
+            if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[probs.index]));
+            chunks.advance(TILE_CHUNKS);
+            probs.advance();
+        }
+    }
+
     // O^T += V^T P^T; every chunk is released as soon as it was read.
     __device__ __forceinline__ void multiply() {
 #pragma unroll
@@ -241,19 +238,10 @@ struct RowValues : ValueWarpgroup {
     }
 };
 
-// Runs a consumer warp of the CTA, by its role.
+// Runs a consumer warp of the CTA.
 static __device__ __forceinline__ void run_consumer(const AttentionParameters &params, Shared &shared,
                                                     Exchange &exchange, int warp, int lane) {
-    Consumer common = {params, shared, exchange, shared_address(dynamic_shared), warp / 4, warp % 4, lane};
-    if (warp >= SCORE_WARP) {
-        set_registers<SCORE_REGISTERS>();
-        RowScores rows = {common};
-        run_scores(rows);
-    } else {
-        set_registers<VALUE_REGISTERS>();
-        RowValues rows = {common};
-        run_values(rows);
-    }
+    run_role<RowScores, RowValues>(params, shared, exchange, warp, lane);
 }
 
 } // namespace latent

@@ -1,12 +1,15 @@
-// 16 rows: the score warpgroup of the decode kernel for latent caches, with Q K^T, the online softmax, and P^T for the
-// value warpgroups.
+// The score warpgroup of the decode kernel for latent caches, with 16 rows or over records of mla656: Q K^T, the online
+// softmax, and P^T for the value warpgroups.
 #pragma once
 #include "hopper/latent_consumer.cuh"
 
 namespace latent {
 
+// A thread has the scores of two keys, and of COLUMNS rows: element 4 j + 2 h + e is key 16 warp + lane / 4 + 8 h, row
+// 8 j + 2 (lane % 4) + e. Column 2 j + e is that row.
 struct ScoreWarpgroup : Consumer {
     static constexpr int SCORES = ROWS * KEYS / 128; // of a thread
+    static constexpr int COLUMNS = ROWS / 4;
 
     PipelineState<REST_STAGES> rest;
     PipelineState<PROB_STAGES> probs;
@@ -19,6 +22,8 @@ struct ScoreWarpgroup : Consumer {
 #endif
 
     __device__ __forceinline__ void synchronize() const { hopper::named_barrier_sync(SCORES_BARRIER, 128); }
+
+    __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
 
     // Multiplies queries by the keys of the next K tile; `multiply(sum, queries, keys, keep)` issues the products of 16
     // dims.
@@ -95,6 +100,27 @@ struct ScoreWarpgroup : Consumer {
         for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], scale);
         return first_key < tile.every_start || first_key + KEYS > tile.every_end;
     }
+
+#if !LISTS
+    // Hides the keys of a K tile that rows do not see.
+    __device__ __forceinline__ void hide_unseen(const Tile &tile, int first_key) {
+        // Bit 2 c + half: whether row `row_of(c)` sees the key. Not unrolled, because it rarely runs.
+        unsigned visible = 0;
+#pragma unroll 1
+        for (int c = 0; c < COLUMNS; c++) {
+            int head, token, key = first_key + 16 * warp + (lane >> 2);
+            tile.find_row(params, min(first_row_of_cta() + row_of(c), tile.rows - 1), head, token);
+            int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
+            visible |= (unsigned)(key >= start && key < end) << 2 * c;
+            visible |= (unsigned)(key + 8 >= start && key + 8 < end) << 2 * c + 1;
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (!(visible >> 2 * c + half & 1)) scores[c / 2 * 4 + 2 * half + c % 2] = -INF;
+    }
+#endif
 
     // Waits until the value warpgroups are done with the probabilities before.
     __device__ __forceinline__ void wait_probs_empty() const {

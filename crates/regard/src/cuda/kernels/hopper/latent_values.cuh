@@ -1,6 +1,6 @@
-// 16 rows: the value warpgroups of the decode kernel for latent caches, with P V, the rescaling of outputs, and the
-// epilogue. Each has half of the value dims; chunks of K tiles and stages of probabilities arrive through mbarriers
-// (latent_shape.cuh).
+// The value warpgroups of the decode kernel for latent caches, with 16 rows or over records of mla656: P V, the
+// rescaling of outputs, and the epilogue. Each has half of the value dims; chunks of K tiles and stages of
+// probabilities arrive through mbarriers (latent_shape.cuh).
 #pragma once
 #include "hopper/latent_consumer.cuh"
 
@@ -26,18 +26,7 @@ template <class Rows> static __device__ __forceinline__ void run_values(Rows &ro
         const Piece &piece = rows.pieces.wait(shared);
         if (!piece.more) return;
         rows.begin();
-        int end = piece.end_tile();
-#pragma unroll 1
-        for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
-            hopper::mbarrier_wait(shared_address(&shared.probs_full[rows.probs.index]), rows.probs.phase);
-            if (*(const int *)shared.rescales[rows.probs.index]) rows.rescale();
-            rows.wait_chunks(rows.chunks);
-            rows.zero_others(piece, key_tile * KEYS, rows.chunks);
-            rows.multiply();
-            if (rows.lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[rows.probs.index]));
-            rows.chunks.advance(TILE_CHUNKS);
-            rows.probs.advance();
-        }
+        rows.run_tiles(piece);
         hopper::mbarrier_wait(shared_address(&shared.factor_full), rows.factor_phase);
         rows.factor_phase ^= 1;
         rows.store_outputs(piece);

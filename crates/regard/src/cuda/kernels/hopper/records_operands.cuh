@@ -3,23 +3,11 @@
 #pragma once
 #include "common/copy.cuh"
 #include "hopper/records_instructions.cuh"
+#include "hopper/widen_e4m3.cuh"
 
 namespace records {
 
 constexpr int KEY_STEPS = 2; // products of 16 dims that are issued together
-
-// Four codes as f16, in which they are exact. NaN stays NaN. The conversion reads the upper half of a register as well
-// as the lower one, where the compiler sees both.
-static __device__ __forceinline__ void widen(unsigned codes, unsigned &first, unsigned &second) {
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-        "}"
-        : "=r"(first), "=r"(second)
-        : "r"(codes));
-}
 
 // A pair of f16 as bf16, in which codes are exact too.
 static __device__ __forceinline__ unsigned to_bf16(unsigned pair) {
@@ -28,14 +16,13 @@ static __device__ __forceinline__ unsigned to_bf16(unsigned pair) {
                                             Half::to_float((unsigned short)(pair >> 16)));
 }
 
-// 32 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, dims 4 t to 4
-// t
-// + 3 of 16: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `words`: by ldmatrix.
+// 32 dims of a warp's 16 keys as operand A of Q K^T, in f16. A thread has four codes of a key in a word, of 16 dims
+// those from 4 t on: products sum them as slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. `words`: by ldmatrix.
 static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], const unsigned (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
-        widen(words[2 * i], a[i][0], a[i][2]);
-        widen(words[2 * i + 1], a[i][1], a[i][3]);
+        hopper::widen_e4m3(words[2 * i], a[i][0], a[i][2]);
+        hopper::widen_e4m3(words[2 * i + 1], a[i][1], a[i][3]);
     }
 }
 
@@ -55,7 +42,7 @@ static __device__ __forceinline__ void value_operands(unsigned (&a)[2][4], const
     for (int i = 0; i < 4; i++) {
         // Words have two dims of a key, then of the next.
         unsigned even, odd;
-        widen(__byte_perm(words[i], 0, 0x3120), even, odd);
+        hopper::widen_e4m3(__byte_perm(words[i], 0, 0x3120), even, odd);
         a[i / 2][i % 2 * 2] = to_bf16(even);
         a[i / 2][i % 2 * 2 + 1] = to_bf16(odd);
     }

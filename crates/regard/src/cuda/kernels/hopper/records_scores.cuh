@@ -1,8 +1,5 @@
 // 64 rows over records of mla656: the score warpgroup. S^T = K Q^T takes keys as its first operand from registers.
 //
-// A thread has the scores of two keys, and of COLUMNS rows: element 4 j + 2 h + e is key 16 warp + lane / 4 + 8 h, row
-// 8 j + 2 (lane % 4) + e. Column 2 j + e is that row.
-//
 // Keys are codes, which have a scale per key and chunk of 128 dims: sums are multiplied by the quotient of two scales
 // between chunks, and by the last scale in the end. Queries of these dims are f16, divided by a power of two per row
 // that brings their largest number to the top of f16's range. The other dims are bf16, and are added last.
@@ -14,7 +11,6 @@
 namespace latent {
 
 struct RecordScores : ScoreWarpgroup {
-    static constexpr int COLUMNS = ROWS / 4;
     // Exponents of probabilities are relative to the maximum of a row's scores so far, or to this.
     static constexpr float NO_REFERENCE = -MAX_FLOAT;
 
@@ -22,8 +18,6 @@ struct RecordScores : ScoreWarpgroup {
 
     typedef float Columns[COLUMNS];
     typedef unsigned Operands[records::KEY_STEPS][4];
-
-    __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
 
     // Numbers of this thread's rows, of all rows in shared memory.
     __device__ __forceinline__ void load_columns(Columns &x, const float *from) const {
@@ -175,7 +169,7 @@ struct RecordScores : ScoreWarpgroup {
     // Operands in registers: products read some while others are converted.
     static constexpr int BUFFERS = 2;
 
-    // Makes an operand of its codes, and loads those of the next one.
+    // Converts the codes of operand `number`, and loads those of the next one.
     static __device__ __forceinline__ void convert(Operands &a, unsigned (&words)[4], unsigned from, int number) {
         if (number < CODE_OPERANDS)
             records::key_operands(a, words);
@@ -208,21 +202,7 @@ struct RecordScores : ScoreWarpgroup {
             if (hidden >> i / 2 % 2 & 1) scores[i] = -INF;
 #else
         if (!hides) return;
-        // Bit 2 c + h: whether row `row_of(c)` sees the key. Not unrolled, because it rarely runs.
-        unsigned visible = 0;
-#pragma unroll 1
-        for (int c = 0; c < COLUMNS; c++) {
-            int head, token, key = first_key + 16 * warp + (lane >> 2);
-            tile.find_row(params, min(first_row_of_cta() + row_of(c), tile.rows - 1), head, token);
-            int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
-            visible |= (unsigned)(key >= start && key < end) << 2 * c;
-            visible |= (unsigned)(key + 8 >= start && key + 8 < end) << 2 * c + 1;
-        }
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                if (!(visible >> 2 * c + half & 1)) scores[c / 2 * 4 + 2 * half + c % 2] = -INF;
+        hide_unseen(tile, first_key);
 #endif
     }
 

@@ -3,8 +3,8 @@
 // Element [i][b][4 j + 2 h + e] of a thread's outputs is chunk i of this warpgroup's value dims, dim 64 b + 16 warp + 2
 // (lane / 4) + h of it, and row 8 j + 2 (lane % 4) + e.
 #pragma once
-#include "hopper/latent_values.cuh"
-#include "hopper/records_operands.cuh"
+#include "hopper/latent_roles.cuh"
+#include "hopper/records_scores.cuh"
 
 namespace latent {
 
@@ -73,6 +73,13 @@ struct RecordValues : ValueWarpgroup {
         hopper::wgmma_commit();
     }
 
+    // The K tiles of a piece.
+    __device__ __forceinline__ void run_tiles(const Piece &piece) {
+        int count = piece.end_tile() - piece.first_tile();
+#pragma unroll 1
+        for (int i = 0; i < count; i++) run_tile();
+    }
+
     // O^T += V^T P^T over a K tile.
     __device__ __forceinline__ void run_tile() {
         Operands a[BUFFERS];
@@ -105,7 +112,7 @@ struct RecordValues : ValueWarpgroup {
         ldmatrix_x4_transposed(words, from + i * CHUNK_DIMS + b * 64);
     }
 
-    // Makes operand `number` of its codes, and loads those of the next one.
+    // Converts the codes of operand `number`, and loads those of the next one.
     __device__ __forceinline__ void convert(Operands &a, unsigned (&words)[4], unsigned &from, int number) const {
         records::value_operands(a, words);
         if (number % HALF_OPERANDS == HALF_OPERANDS - 1) release_half(number / HALF_OPERANDS);
@@ -160,41 +167,10 @@ struct RecordValues : ValueWarpgroup {
     }
 };
 
-// All pieces of work of a value warpgroup.
-static __device__ __forceinline__ void run_record_values(RecordValues &rows) {
-    Shared &shared = rows.shared;
-    grid_dependency_wait();
-#pragma unroll 1
-    for (;;) {
-        const Piece &piece = rows.pieces.wait(shared);
-        if (!piece.more) return;
-        rows.begin();
-        int count = piece.end_tile() - piece.first_tile();
-#pragma unroll 1
-        for (int i = 0; i < count; i++) rows.run_tile();
-        hopper::mbarrier_wait(shared_address(&shared.factor_full), rows.factor_phase);
-        rows.factor_phase ^= 1;
-        rows.store_outputs(piece);
-        __syncwarp();
-        if (rows.lane == 0) hopper::mbarrier_arrive(shared_address(&shared.factor_empty));
-        if (is_counted(rows.params, piece)) hopper::named_barrier_arrive(CONSUMERS_BARRIER, CONSUMER_THREADS);
-        rows.pieces.release(shared, rows.lane);
-    }
-}
-
-// Runs a consumer warp of the CTA, by its role.
+// Runs a consumer warp of the CTA.
 static __device__ __forceinline__ void run_consumer(const AttentionParameters &params, Shared &shared,
                                                     Exchange &exchange, int warp, int lane) {
-    Consumer common = {params, shared, exchange, shared_address(dynamic_shared), warp / 4, warp % 4, lane};
-    if (warp >= SCORE_WARP) {
-        set_registers<SCORE_REGISTERS>();
-        RecordScores rows = {common};
-        run_scores(rows);
-    } else {
-        set_registers<VALUE_REGISTERS>();
-        RecordValues rows = {common};
-        run_record_values(rows);
-    }
+    run_role<RecordScores, RecordValues>(params, shared, exchange, warp, lane);
 }
 
 } // namespace latent
