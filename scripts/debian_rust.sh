@@ -6,6 +6,9 @@
 #
 # The sourcing script sets `cache`, and defines `say` and `unavailable`.
 
+# shellcheck source=scripts/apt.sh
+. scripts/apt.sh
+
 # Installs the given packages that are missing; needs root for that.
 install_packages() {
     local packages=() package
@@ -15,13 +18,8 @@ install_packages() {
     [ ${#packages[@]} -gt 0 ] || return 0
     [ "$(id -u)" = 0 ] || unavailable "missing packages; as root: apt-get install ${packages[*]}"
     say "installing ${packages[*]}"
-    # Other steps of .ci/run may be installing, too.
-    exec {apt_lock}>"${TMPDIR:-/tmp}/regard-apt-lock"
-    flock "$apt_lock"
-    apt-get update -qq || unavailable "apt-get update failed"
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
-        unavailable "apt-get could not install ${packages[*]}"
-    exec {apt_lock}>&-
+    lock_apt
+    install_and_unlock "${packages[@]}"
 }
 
 # Libraries that the unpacked compiler links.

@@ -31,16 +31,13 @@ find_clang() {
 if ! version=$(find_clang); then
     command -v apt-get >/dev/null || unavailable "no clang of 19 or later, and no apt-get"
     [ "$(id -u)" = 0 ] || unavailable "no clang of 19 or later; as root: apt-get install clang-22 libclang-rt-22-dev"
-    # Other steps of .ci/run may be installing, too (scripts/debian_rust.sh).
-    exec {apt_lock}>"${TMPDIR:-/tmp}/regard-apt-lock"
-    flock "$apt_lock"
-    apt-get update -qq || unavailable "apt-get update failed"
+    # shellcheck source=scripts/apt.sh
+    . scripts/apt.sh
+    lock_apt
     version=$(apt-cache --names-only search '^clang-[0-9]+$' | sed -E 's/^clang-([0-9]+) .*/\1/' | sort -n | tail -1)
     [ "${version:-0}" -ge 19 ] || unavailable "apt has no clang of 19 or later"
     say "installing clang-$version"
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "clang-$version" "libclang-rt-$version-dev" >/dev/null ||
-        unavailable "apt-get could not install clang-$version"
-    exec {apt_lock}>&-
+    install_and_unlock "clang-$version" "libclang-rt-$version-dev"
 fi
 export MSL_HOST_CLANG="clang++-$version" REGARD_METAL_REQUIRED=1
 say "$("$MSL_HOST_CLANG" --version | sed -n 1p)"

@@ -56,18 +56,8 @@ template <int N> struct Wgmma {
         add_columns(sum, A, b);
     }
     static inline void mma_rs(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) {
-        Slot s{};
-        memcpy(s.w, a, 16);
-        s = emu_collective(s, [](Slot *in, Slot *out) {
-            for (int i = 0; i < 32; i++)
-                for (int l = 0; l < 4; l++) memcpy((char *)out[i].w + 16 * l, in[i / 4 * 4 + l].w, 16);
-        });
         float A[2][16];
-        const unsigned *w = (const unsigned *)s.w;
-        for (int l = 0; l < 4; l++)
-            for (int i = 0; i < 4; i++)
-                for (int e = 0; e < 2; e++)
-                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ElementType(ELEMENT_TYPE)>::to_float((unsigned short)(w[4 * l + i] >> (16 * e)));
+        emu_a_rows<Element<ElementType(ELEMENT_TYPE)>>(A, a);
         add_columns(sum, A, b);
     }
 };

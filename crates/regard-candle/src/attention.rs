@@ -6,7 +6,7 @@ use crate::view::{Cpu, refuse, wrap};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use regard::{DType, Float, Inputs, Memory, Outputs, Plan, Problem, TensorMut};
+use regard::{DType, Float, Inputs, Machine, Memory, Outputs, Plan, Problem, TensorMut};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
@@ -111,8 +111,7 @@ impl Execution {
                 let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
                 let place = Cpu { format: self.format };
                 with_inputs(attention, &place, operands, |inputs| {
-                    let machine = self.threads.machine()?;
-                    Plan::new(&self.problem(inputs)?, &machine).map(Arc::new).map_err(wrap)
+                    new_plan(&self.problem(inputs)?, &self.threads.machine()?)
                 })
             }
             #[cfg(feature = "cuda")]
@@ -243,6 +242,10 @@ pub(crate) struct GpuCall {
     pub(crate) zeroed: bool,
 }
 
+pub(crate) fn new_plan(problem: &Problem, machine: &Machine) -> Result<Arc<Plan>> {
+    Plan::new(problem, machine).map(Arc::new).map_err(wrap)
+}
+
 impl Fused {
     /// `plan` is asked for a plan if the caller of the op has none.
     #[cfg(any(feature = "cuda", feature = "metal"))]
@@ -273,10 +276,8 @@ impl Fused {
                 None => None,
             },
         };
-        let plan = self.execution.plan_or(|| {
-            let machine = self.execution.threads.machine()?;
-            Plan::new(&problem, &machine).map(Arc::new).map_err(wrap)
-        })?;
+        let plan =
+            self.execution.plan_or(|| new_plan(&problem, &self.execution.threads.machine()?))?;
         with_workspace(plan.workspace_bytes(), |workspace| {
             let executor: &dyn regard::cpu::Executor = match self.execution.threads {
                 Threads::Rayon => &RayonPool,

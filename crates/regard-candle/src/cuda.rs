@@ -228,8 +228,8 @@ impl NewTensor<'_> {
         match self.zeroed {
             true => self.device.alloc_zeros(count),
             // SAFETY: the kernels that are queued next write every element, of rows that see no key
-            // too, before anything else on the stream reads it. If they are not queued, nobody gets
-            // this memory.
+            // too, before anything else on the stream reads it. If queueing them fails, the memory
+            // is freed unread.
             false => unsafe { self.device.alloc(count) },
         }
     }

@@ -3,7 +3,7 @@
 //! Candle's buffers are not tracked by Metal. Its encoder, which is concurrent, notes what each
 //! kernel reads and writes and puts barriers in between; regard's kernels are encoded by way of it.
 
-use crate::attention::{Fused, GpuCall};
+use crate::attention::{Fused, GpuCall, new_plan};
 use crate::merge::MergeParts;
 use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
 use crate::paged::{AppendLatentRows, AppendRows, HeldTables};
@@ -18,7 +18,7 @@ use objc2_metal::MTLSize;
 use regard::metal::device::{BufferObject, Encoder, Gpu, PipelineObject};
 use regard::metal::{Append, AppendLatent, BufferView, Merge, MetalMemory};
 use regard::paged::BlockCopy;
-use regard::{AppendScales, DType, MAX_RANK, Outputs, Plan, Problem, Tensor, TensorMut};
+use regard::{AppendScales, DType, MAX_RANK, Outputs, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -216,7 +216,7 @@ pub(crate) fn plan(
     let gpu = gpu(operands[0].0.device())?;
     let place = Metal { format: execution.format };
     with_inputs(attention, &place, operands, |inputs| {
-        Plan::new(&execution.problem(inputs)?, gpu.machine()).map(Arc::new).map_err(wrap)
+        new_plan(&execution.problem(inputs)?, gpu.machine())
     })
 }
 
@@ -226,9 +226,8 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Metal>; 3]) -> Result<(Meta
     let gpu = gpu(&device)?;
     let place = Metal { format: op.execution.format };
     with_inputs(&op.attention, &place, operands, |inputs| {
-        let new_plan =
-            |problem: &Problem| Plan::new(problem, gpu.machine()).map(Arc::new).map_err(wrap);
-        let GpuCall { plan, dtype, shape, zeroed } = op.gpu_call(inputs, new_plan)?;
+        let GpuCall { plan, dtype, shape, zeroed } =
+            op.gpu_call(inputs, |problem| new_plan(problem, gpu.machine()))?;
         let rows = &shape[..shape.len().saturating_sub(1)];
         let out = NewTensor::new(&device, dtype, &shape, zeroed)?;
         let lse = match &op.lse {

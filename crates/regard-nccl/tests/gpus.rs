@@ -69,7 +69,7 @@ fn on_gpus<R: Send>(count: usize, work: impl Fn(GpuRanks) -> R + Sync) -> Vec<R>
     })
 }
 
-/// A law of ring prefill, its operands and what it is judged by.
+/// A law of ring prefill, and its operands.
 struct RingCase<T> {
     law: Law,
     whole: Whole<T>,
@@ -85,21 +85,34 @@ impl<T: Number> RingCase<T> {
     }
 }
 
+/// The parts of all ranks, of each case, are what one device gives.
+fn expect_cases<T: Number>(cases: &[RingCase<T>], parts: Vec<Vec<ring::Part<T>>>) {
+    for (case, of_case) in cases.iter().zip(by_case(parts)) {
+        let judge = Judge::new(&case.whole.inputs(&case.law), T::DTYPE).unwrap();
+        ring::expect_one(&case.law, &judge, of_case);
+    }
+}
+
+/// Results of all ranks for each case, from those of all cases on each rank.
+fn by_case<R>(of_ranks: Vec<Vec<R>>) -> Vec<Vec<R>> {
+    let mut of_ranks: Vec<_> = of_ranks.into_iter().map(Vec::into_iter).collect();
+    let cases = of_ranks[0].len();
+    (0..cases)
+        .map(|_| of_ranks.iter_mut().map(|results| results.next().unwrap()).collect())
+        .collect()
+}
+
 /// Laws of ring prefill, in one group.
 fn rings_hold<T: Number>(count: usize, laws: &[Law]) {
     let cases = RingCase::<T>::all(laws);
-    let mut parts = on_gpus(count, |rank| {
+    let parts = on_gpus(count, |rank| {
         let of_case = |case: &RingCase<T>| {
             let mut planned = ring::plan_ring(&case.law, &case.problem(), &rank).unwrap();
-            Some(ring::run_ring(&case.law, &case.whole, &rank, &mut planned).unwrap())
+            ring::run_ring(&case.law, &case.whole, &rank, &mut planned).unwrap()
         };
-        cases.iter().map(of_case).collect::<Vec<_>>()
+        cases.iter().map(of_case).collect()
     });
-    for (i, case) in cases.iter().enumerate() {
-        let judge = Judge::new(&case.whole.inputs(&case.law), T::DTYPE).unwrap();
-        let of_case = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
-        ring::expect_one(&case.law, &judge, of_case);
-    }
+    expect_cases(&cases, parts);
 }
 
 /// Batches, ragged batches, cached prefixes and offsets.
@@ -125,16 +138,8 @@ fn ring_prefill_of_every_kind_of_sequences() {
     let windows = [(None, None), (Some(60), None), (Some(90), Some(50))];
     let mut laws = [const { Vec::new() }; 3];
     for bits in 0..32 {
-        let is = |bit: usize| bits >> bit & 1 == 1;
         let (left, right) = windows[bits % 3];
-        let variant = Options {
-            causal: is(0),
-            window: Window { left, right },
-            chunk: is(1).then_some(110),
-            alibi: is(2),
-            sinks: is(3),
-            softcap: is(4).then_some(2.0),
-        };
+        let variant = Options::combination(bits, Window { left, right }, 110);
         for (i, law) in ring_laws(variant).into_iter().enumerate() {
             laws[(bits + i) % 3].push(law);
         }
@@ -155,20 +160,16 @@ fn sequences_of_a_ring_are_replaced() {
     };
     let cases = RingCase::<bf16>::all(&[law(&short), law(&long), law(&short)]);
     let bounds = cases[1].problem();
-    let mut parts = on_gpus(count, |rank| {
+    let parts = on_gpus(count, |rank| {
         let first = &cases[0].law.sequences;
         let mut planned = RingPrefill::with_sequences(&rank, &bounds, first).unwrap();
         let mut of_case = |case: &RingCase<bf16>| {
             planned.set_sequences(&rank, &case.law.sequences).unwrap();
-            Some(ring::run_ring(&case.law, &case.whole, &rank, &mut planned).unwrap())
+            ring::run_ring(&case.law, &case.whole, &rank, &mut planned).unwrap()
         };
-        cases.iter().map(&mut of_case).collect::<Vec<_>>()
+        cases.iter().map(&mut of_case).collect()
     });
-    for (i, case) in cases.iter().enumerate() {
-        let judge = Judge::new(&case.whole.inputs(&case.law), DType::BF16).unwrap();
-        let of_case = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
-        ring::expect_one(&case.law, &judge, of_case);
-    }
+    expect_cases(&cases, parts);
 }
 
 #[test]
@@ -199,16 +200,15 @@ fn head_parallel_attention() {
 fn decodes_hold<T: Number>(count: usize, laws: &[decode::Law]) {
     let wholes: Vec<_> = laws.iter().map(|law| decode::Whole::<T>::new(law, 7)).collect();
     let cases: Vec<_> = laws.iter().zip(&wholes).collect();
-    let mut parts = on_gpus(count, |rank| {
+    let parts = on_gpus(count, |rank| {
         let of_case = |&(law, whole): &(&decode::Law, &decode::Whole<T>)| {
-            Some(decode::run_rank(law, whole, &rank).unwrap())
+            decode::run_rank(law, whole, &rank).unwrap()
         };
-        cases.iter().map(of_case).collect::<Vec<_>>()
+        cases.iter().map(of_case).collect()
     });
-    for (i, (law, whole)) in cases.into_iter().enumerate() {
+    for ((law, whole), of_case) in cases.into_iter().zip(by_case(parts)) {
         let keys = decode::Keys::for_shard(law, whole, decode::ONE);
         let judge = Judge::new(&decode::inputs_of_one(law, whole, &keys), T::DTYPE).unwrap();
-        let of_case = parts.iter_mut().map(|parts| parts[i].take().unwrap()).collect();
         decode::expect_one(law, &judge, of_case);
     }
 }

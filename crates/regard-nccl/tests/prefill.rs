@@ -96,16 +96,8 @@ fn all_features_over_all_sequences() {
     };
     let windows = [(None, None), (Some(6), None), (Some(9), Some(5))];
     for bits in 0..32 {
-        let is = |bit: usize| bits >> bit & 1 == 1;
         for (left, right) in windows {
-            let variant = Options {
-                causal: is(0),
-                window: Window { left, right },
-                chunk: is(1).then_some(11),
-                alibi: is(2),
-                sinks: is(3),
-                softcap: is(4).then_some(2.0),
-            };
+            let variant = Options::combination(bits, Window { left, right }, 11);
             for (i, law) in laws(variant).iter().enumerate() {
                 match (bits + i) % 3 {
                     0 => ring_holds::<f32>(law),

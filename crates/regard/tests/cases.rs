@@ -10,13 +10,13 @@ use std::sync::Mutex;
 
 #[test]
 fn every_case_on_every_level() {
-    on_every_level(&list::within(support::most_work(usize::MAX)).collect::<Vec<_>>());
+    on_every_level(&list::within(support::limits::most_work(usize::MAX)).collect::<Vec<_>>());
 }
 
 /// Caches in 8 and 4 bits, and of another float type than queries.
 #[test]
 fn every_cache_on_every_level() {
-    let most_work = support::most_work(usize::MAX);
+    let most_work = support::limits::most_work(usize::MAX);
     on_every_level(&list::caches().filter(|spec| spec.work() <= most_work).collect::<Vec<_>>());
 }
 
@@ -25,7 +25,7 @@ fn on_every_level(specs: &[Spec]) {
     let worst = Mutex::new(BTreeMap::new());
     support::for_all(specs, |spec| {
         let case = spec.generate();
-        let checker = Checker::new(&case, support::judged_rows())
+        let checker = Checker::new(&case, support::limits::judged_rows())
             .map_err(|failure| format!("{}: {failure}", spec.name))?;
         // Nothing reads poison, or the oracle would show it.
         if !checker.judge().reference().out.iter().all(|x| x.is_finite()) {

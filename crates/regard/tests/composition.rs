@@ -134,7 +134,7 @@ fn anything_composes_with_anything() {
     let check = |spec: Spec| -> Result<(), String> {
         let case = spec.generate();
         let all = || -> Result<(), Failure> {
-            let checker = Checker::new(&case, support::judged_rows())?;
+            let checker = Checker::new(&case, support::limits::judged_rows())?;
             for machine in &machines {
                 checker.check(&case.run(support::on(machine))?)?;
             }

@@ -14,7 +14,7 @@ use regard_cases::{
 
 /// Right on every level and thread count; the last output.
 fn check_case(case: &Case) -> Output {
-    let checker = Checker::new(case, support::judged_rows())
+    let checker = Checker::new(case, support::limits::judged_rows())
         .unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
     let mut last = None;
     for machine in support::machines() {

@@ -279,7 +279,7 @@ fn a_plan_for_more_serves_less() {
     let machines: Vec<_> =
         levels().flat_map(|level| [1, 3, 16].map(|n| support::machine(level, n))).collect();
     // Bounds change the split of small cases as they change the split of large ones.
-    let specs = list::within(support::most_work(2_000_000));
+    let specs = list::within(support::limits::most_work(2_000_000));
     let specs: Vec<_> = specs.filter(|spec| !spec.sequences.is_empty()).collect();
     support::for_all(&specs, |spec| {
         let case = spec.generate();

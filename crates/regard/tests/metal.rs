@@ -26,7 +26,7 @@ fn specs() -> Vec<Spec> {
     let all: Vec<_> = match support::build() {
         Build::Plain => {
             let others = list::list_with_caches().skip(list::list().count());
-            list::within(support::most_work()).chain(others).collect()
+            list::within(support::limits::most_work(usize::MAX)).chain(others).collect()
         }
         Build::FastMath | Build::Sanitized | Build::Races => core(),
     };
@@ -77,7 +77,7 @@ fn every_case() {
     let worst = Mutex::new(BTreeMap::new());
     for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
         let case = spec.generate();
-        let checker = Checker::new(&case, support::judged_rows())
+        let checker = Checker::new(&case, support::limits::judged_rows())
             .map_err(|failure| format!("{}: {failure}", spec.name))?;
         let mut check = |case: &_, machine: &Machine, schedule| {
             let failed = |why: &dyn std::fmt::Display| {
@@ -148,7 +148,8 @@ fn results_are_right_where_subnormals_are_flushed() {
     for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
         let case = spec.generate();
         let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", spec.name);
-        let checker = Checker::new(&case, support::judged_rows()).map_err(|why| failed(&why))?;
+        let checker =
+            Checker::new(&case, support::limits::judged_rows()).map_err(|why| failed(&why))?;
         let machine = gpu(8, if number % 2 == 0 { 1 } else { 8 });
         let run = || run_case(library, &case, (&machine, 2 + *number as u32));
         let output = with_subnormals_flushed(run).map_err(|why| failed(&why))?;
@@ -164,8 +165,8 @@ fn anything_composes_with_anything() {
     for_all((&compiler, &metal::source(), support::build()), &seeds, |library, &seed| {
         let case = list::random(seed).generate();
         let failed = |why: &dyn std::fmt::Display| format!("random composition {seed}: {why}");
-        let checker =
-            Checker::new(&case, support::judged_rows()).map_err(|failure| failed(&failure))?;
+        let checker = Checker::new(&case, support::limits::judged_rows())
+            .map_err(|failure| failed(&failure))?;
         let machine = if seed % 2 == 0 { gpu(7, 8) } else { gpu(9, 64) };
         let output =
             run_case(library, &case, (&machine, seed as u32)).map_err(|why| failed(&why))?;
@@ -173,7 +174,7 @@ fn anything_composes_with_anything() {
     });
 }
 
-/// Random problems to run: `REGARD_METAL_RANDOM`, or so many.
+/// The number of random problems: `REGARD_METAL_RANDOM` if it is set, else `default`.
 fn random_count(default: u64) -> u64 {
     let given = std::env::var("REGARD_METAL_RANDOM");
     given.map_or(default, |count| count.parse().expect("REGARD_METAL_RANDOM is a number"))

@@ -66,7 +66,7 @@ fn every_pipeline_with_every_pair_of_features() {
             };
             let output =
                 output_of(library, name, case, number as u32 % 5).map_err(|why| failed(&why))?;
-            case.judge(&case.spec.generate(), &output, support::judged_rows())
+            case.judge(&case.spec.generate(), &output, support::limits::judged_rows())
                 .map(|_| ())
                 .map_err(|failure| failed(&failure))
         },

@@ -171,7 +171,8 @@ fn every_case() {
 fn check_case(spec: &Spec, few: &Gpu, many: &Gpu) -> Result<(), String> {
     let case = spec.generate();
     let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", spec.name);
-    let checker = Checker::new(&case, support::judged_rows()).map_err(|why| failed(&why))?;
+    let checker =
+        Checker::new(&case, support::limits::judged_rows()).map_err(|why| failed(&why))?;
     let copied = case.run(|inputs, outputs| {
         let plan = few.plan(inputs, outputs)?;
         few.run_copied(&plan, inputs, outputs).map(|_| ())
@@ -471,7 +472,7 @@ fn pipelines_are_covered_on_copies() {
             let data = case.spec.generate();
             let output = runner.cover(subject, case, &data);
             let output = output.unwrap_or_else(|error| panic!("{}", failed(&error)));
-            case.judge(&data, &output, support::judged_rows())
+            case.judge(&data, &output, support::limits::judged_rows())
                 .unwrap_or_else(|failure| panic!("{}", failed(&failure)));
         }
     }

@@ -7,8 +7,8 @@
 //! - `Device::new_cuda` has CUDA's per-thread default stream: one handle, but another stream in
 //!   every thread. Its state belongs to the thread, and is freed when the thread ends.
 //! - Streams of their own (`Device::new_cuda_with_stream`) have one state for all threads, locked
-//!   while a call queues its launches. When nobody else has the stream any more, its state is freed
-//!   by the next call on a stream that is new.
+//!   while a call queues its launches. When the last other reference to the stream is gone, its
+//!   state is freed by the next call on a stream that is new.
 //!
 //! While a stream is captured into a CUDA graph, each call allocates its workspace there, in nodes
 //! of the graph: the graph owns that memory, so no workspace of this module is in a graph, and
@@ -21,6 +21,7 @@ use regard::{Plan, Problem};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::attention::new_plan;
 use crate::view::wrap;
 
 /// `CU_STREAM_PER_THREAD`: the handle of the default stream of whichever thread uses it.
@@ -50,9 +51,9 @@ impl StreamState {
         match self.plans.iter().position(|(planned, _)| planned == problem) {
             Some(index) => self.plans[..=index].rotate_right(1),
             None => {
-                let plan = Plan::new(problem, self.gpu.machine()).map_err(wrap)?;
+                let plan = new_plan(problem, self.gpu.machine())?;
                 self.plans.truncate(PLANS - 1);
-                self.plans.insert(0, (problem.clone(), Arc::new(plan)));
+                self.plans.insert(0, (problem.clone(), plan));
             }
         }
         Ok(Arc::clone(&self.plans[0].1))

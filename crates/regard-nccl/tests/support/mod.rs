@@ -80,7 +80,7 @@ impl<'d, D: Device> Operands<'d, D> {
         Operands { device, buffers: RefCell::default() }
     }
 
-    /// A copy of a tensor that is contiguous, but for the order of its dimensions.
+    /// A copy of a dense tensor, whose dimensions may be permuted.
     pub fn copy<'a>(&'a self, tensor: &Tensor) -> Result<Tensor<'a, D::Memory>, Error> {
         let bytes = tensor.len() * tensor.dtype().size();
         // SAFETY: the tensor's elements are as many bytes, one after the other.

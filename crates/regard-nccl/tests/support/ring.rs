@@ -39,6 +39,21 @@ pub const CAUSAL: Options = Options {
     softcap: None,
 };
 
+impl Options {
+    /// Combination `bits` of 32 of all features, with chunks of that many keys.
+    pub fn combination(bits: usize, window: Window, chunk: usize) -> Options {
+        let is = |bit: usize| bits >> bit & 1 == 1;
+        Options {
+            causal: is(0),
+            window,
+            chunk: is(1).then_some(chunk),
+            alibi: is(2),
+            sinks: is(3),
+            softcap: is(4).then_some(2.0),
+        }
+    }
+}
+
 impl Law {
     /// A batch of sequences like this one.
     pub fn batch(sequence: RingSequence, count: usize, variant: Options) -> Law {
@@ -85,7 +100,7 @@ impl Law {
         (order(rows), order(keys))
     }
 
-    /// The shape of a tensor of so many tokens.
+    /// The shape of a tensor of `tokens` tokens, `row` each.
     pub fn shape(&self, tokens: usize, row: &[usize]) -> Vec<usize> {
         let entries = self.sequences.len();
         let outer = if self.ragged { vec![tokens] } else { vec![entries, tokens / entries] };

@@ -10,6 +10,8 @@
     reason = "compiled into each test on its own, and none uses all of it"
 )]
 
+pub mod limits;
+
 pub use metal_host::{gpu, run, run_case, run_tampered};
 
 use metal_host::{Build, Compiler, Library, operand};
@@ -36,20 +38,6 @@ pub fn compiler() -> Option<Compiler> {
             None
         }
     }
-}
-
-/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MAX_WORK`; else
-/// any number.
-pub fn most_work() -> usize {
-    let given = std::env::var("REGARD_MAX_WORK");
-    given.map_or(usize::MAX, |number| number.parse().expect("REGARD_MAX_WORK is a number"))
-}
-
-/// Number of rows of a case that are judged: `REGARD_JUDGED_ROWS`; else all. Judging a row takes
-/// longer than running it, even here.
-pub fn judged_rows() -> Option<usize> {
-    let given = std::env::var("REGARD_JUDGED_ROWS").ok()?;
-    Some(given.parse().expect("REGARD_JUDGED_ROWS is a number"))
 }
 
 /// The kernels, compiled and loaded.

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
+pub mod limits;
+
 use regard::cpu::{Bf16Products, Level};
 use regard::{Error, Inputs, Machine, Outputs, Plan, Problem};
 use regard_cases::{Case, Output, random};
@@ -40,20 +42,6 @@ pub fn on(machine: &Machine) -> impl Fn(&Inputs, &mut Outputs) -> Result<(), Err
         let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
         plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
     }
-}
-
-/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MAX_WORK`, for
-/// emulators, sanitizers and long runs; else `default`.
-pub fn most_work(default: usize) -> usize {
-    let given = std::env::var("REGARD_MAX_WORK");
-    given.map_or(default, |number| number.parse().expect("REGARD_MAX_WORK is a number"))
-}
-
-/// Number of rows of a case that are judged: `REGARD_JUDGED_ROWS`, for emulators and sanitizers,
-/// under which the oracle takes longer than the kernels; else all.
-pub fn judged_rows() -> Option<usize> {
-    let given = std::env::var("REGARD_JUDGED_ROWS").ok()?;
-    Some(given.parse().expect("REGARD_JUDGED_ROWS is a number"))
 }
 
 /// Runs a case that must run.
