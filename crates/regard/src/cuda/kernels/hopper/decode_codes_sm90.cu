@@ -228,7 +228,8 @@ struct Worker {
             warpgroup_fence_operand(scores);
             hopper::wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < KEY_STEPS; i++) CodeWgmma<ROWS>::mma(scores, key_codes[i], queries.k_major(i), i > 0);
+            for (int i = 0; i < KEY_STEPS; i++)
+                CodeWgmma<ROWS>::mma_f16(scores, key_codes[i], queries.k_major(i), i > 0);
             hopper::wgmma_commit();
             value_operands(cache.value_format, value_codes, values, warp, lane);
             float scales[2][2]; // of this thread's keys, and of their values
@@ -269,7 +270,7 @@ struct Worker {
             for (int block = 0; block < VALUE_BLOCKS; block++)
 #pragma unroll
                 for (int i = 0; i < VALUE_STEPS; i++)
-                    CodeWgmma<ROWS>::mma(out[block], value_codes[block][i], weights.k_major(i), 1);
+                    CodeWgmma<ROWS>::mma_f16(out[block], value_codes[block][i], weights.k_major(i), 1);
             hopper::wgmma_commit();
             stage = stage == RING_STAGES - 1 ? 0 : stage + 1;
             turn ^= 1;

@@ -14,27 +14,25 @@
 //
 // With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one.
 //
-// Over records of mla656 (CACHE), by lists or not, loaders convert codes to bf16 for 16 rows. 64 rows are the N of
-// wgmma then too: codes stay in shared memory, and consumers convert them to operands in registers (records_*.cuh).
+// Over records of mla656 (CACHE), by lists or not, rows are the N of wgmma, also 64 of them: codes stay in shared
+// memory, and consumers convert them to operands in registers (records_*.cuh).
 //
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
 // Caches whose tokens several devices take in turn: see common/problem.cuh.
 #define HAS_STRIDED_KEYS 1
 #include "hopper/latent_combine.cuh"
-#if CACHE && TILE_ROWS == 16
-#include "hopper/latent_convert.cuh"
-#elif CACHE
+#if CACHE
 #include "hopper/records_loader.cuh"
 #elif LISTS
 #include "hopper/latent_gather.cuh"
 #endif
 #include "hopper/latent_loader.cuh"
-#if TILE_ROWS == 16
-#include "hopper/latent_rows_16.cuh"
-#elif CACHE
+#if CACHE
 #include "hopper/records_scores.cuh"
 #include "hopper/records_values.cuh"
+#elif TILE_ROWS == 16
+#include "hopper/latent_rows_16.cuh"
 #else
 #include "hopper/latent_rows_64.cuh"
 #endif
@@ -105,10 +103,8 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
         if (warp == SCHEDULER_WARP) {
             run_scheduler(shared, {params, cta_range, first_sequence, is_scheduled(params)}, lane);
         } else {
-#if CACHE && TILE_ROWS > 16
+#if CACHE
             RecordLoader loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
-#elif CACHE
-            Converter loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
 #elif LISTS
             Gatherer loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
 #else

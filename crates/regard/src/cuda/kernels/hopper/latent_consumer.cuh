@@ -47,14 +47,14 @@ struct Consumer {
     }
 
     // Waits for a chunk. A warpgroup with scores has waited for the K tile; every reader of loaded data must. wgmma
-    // needs a fence to read data of cp.async, and none to read data of TMA; converters have one of their own.
+    // needs a fence to read data of cp.async, and none to read data of TMA.
     __device__ __forceinline__ void wait_chunk(const PipelineState<CHUNKS> &chunk) const {
         hopper::mbarrier_wait(shared_address(&shared.full[chunk.index]), chunk.phase);
-        if (LISTS && !CONVERTS) hopper::fence_proxy_async();
+        if (LISTS) hopper::fence_proxy_async();
     }
     __device__ __forceinline__ void wait_rest(const PipelineState<REST_STAGES> &rest) const {
         hopper::mbarrier_wait(shared_address(&shared.rest_full[rest.index]), rest.phase);
-        if (LISTS || CONVERTS) hopper::fence_proxy_async();
+        if (LISTS) hopper::fence_proxy_async();
     }
     __device__ __forceinline__ void wait_chunks(const ChunkState &tile) const {
 #pragma unroll
@@ -67,8 +67,8 @@ struct Consumer {
 
     // 0 * NaN = NaN, so values that the piece does not have are zeroed.
     __device__ __forceinline__ void zero_others(const Piece &piece, int first_key, const ChunkState &tile) const {
-        // Loaders that copy or convert keys one by one zero them.
-        if (!LISTS && !CONVERTS && UNLIKELY(first_key < piece.key_start || first_key + KEYS > piece.key_end)) {
+        // Loaders that copy keys one by one zero them.
+        if (!LISTS && UNLIKELY(first_key < piece.key_start || first_key + KEYS > piece.key_end)) {
             wait_chunks(tile);
 #pragma unroll 1
             for (int i = 0; i < OWN_CHUNKS; i++) {

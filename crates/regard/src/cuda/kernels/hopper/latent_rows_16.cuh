@@ -106,11 +106,11 @@ struct RowScores : ScoreWarpgroup {
         wait_probs_empty();
         // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
 #pragma unroll
-        for (int tile = 0; tile < PROB_TILES; tile++)
-#pragma unroll
-            for (int j = 0; j < ROWS / 8; j += 2)
-                store_pairs(probability_chunk(tile, 8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), tile, j,
-                            hopper::stmatrix_x4_transposed);
+        for (int j = 0; j < SCORES; j += 8) {
+            auto pair = [&](int i) { return E::pack(scores[j + i], scores[j + i + 1]); };
+            unsigned to = probability_chunk(0, 2 * j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+            hopper::stmatrix_x4_transposed(to, pair(0), pair(2), pair(4), pair(6));
+        }
         publish(rescales);
     }
 

@@ -15,8 +15,6 @@ struct ScoreWarpgroup : Consumer {
     PipelineState<PROB_STAGES> probs;
     unsigned factor_phase = 0;
     float scores[SCORES];
-    // CONVERTS: of the thread's two keys, one per chunk.
-    float scales[2][TILE_CHUNKS];
 #if LISTS
     unsigned long long present; // keys of the K tile that exist and are seen
 #endif
@@ -31,7 +29,6 @@ struct ScoreWarpgroup : Consumer {
         // Descriptors that were computed ahead of the loop would be spilled.
         unsigned base = opaque(this->base);
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
-        float products[CONVERTS ? TILE_CHUNKS : 1][SCORES]; // of each chunk
         hopper::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TILE_CHUNKS; i++) {
@@ -41,31 +38,17 @@ struct ScoreWarpgroup : Consumer {
 #pragma unroll
             for (int step = 0; step < CHUNK_DIMS / 16; step++) {
                 unsigned long long own = queries.k_major(first_dim_of(i) / 16 + step);
-                if constexpr (CONVERTS) {
-                    multiply(products[i], own, keys.k_major(step), step);
-                } else {
-                    multiply(scores, own, keys.k_major(step), i + step);
-                }
+                multiply(scores, own, keys.k_major(step), i + step);
             }
         }
         wait_rest(rest);
         SharedTile<KEYS> keys = {base + REST_OFFSET + rest.index * REST_BYTES};
 #pragma unroll
         for (int step = 0; step < REST_SUBTILES * 4; step++)
-            multiply(scores, queries.k_major(VALUE_DIM / 16 + step), keys.k_major(step), CONVERTS ? step : 1);
+            multiply(scores, queries.k_major(VALUE_DIM / 16 + step), keys.k_major(step), 1);
         hopper::wgmma_commit();
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(scores);
-        if constexpr (CONVERTS) {
-#pragma unroll
-            for (int i = 0; i < TILE_CHUNKS; i++) warpgroup_fence_operand(products[i]);
-            load_scales();
-#pragma unroll
-            for (int i = 0; i < TILE_CHUNKS; i++)
-#pragma unroll
-                for (int k = 0; k < SCORES; k++) scores[k] = fmaf(products[i][k], scales[k / 2 % 2][i], scores[k]);
-            __syncwarp();
-        }
 #if LISTS
         present = shared.present[rest.index];
         __syncwarp();
@@ -73,19 +56,6 @@ struct ScoreWarpgroup : Consumer {
         arrive_at_all(shared.rest_empty[rest.index], lane);
         chunks.advance(TILE_CHUNKS);
         rest.advance();
-    }
-
-    // The scales of the keys that this thread has scores of.
-    __device__ __forceinline__ void load_scales() {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int key = 16 * warp + (lane >> 2) + 8 * half;
-            uint4 x = hopper::ld_shared_v4(base + SCALES_OFFSET + rest.index * SCALE_BYTES + key * 16);
-            const unsigned by_dim[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < TILE_CHUNKS; i++)
-                scales[half][i] = __uint_as_float(by_dim[first_dim_of(i) / CHUNK_DIMS]);
-        }
     }
 
     // The address of eight probabilities of a row, from key 8 * `chunk` on. `tile`: of those for each chunk of values.
@@ -125,20 +95,6 @@ struct ScoreWarpgroup : Consumer {
     // Waits until the value warpgroups are done with the probabilities before.
     __device__ __forceinline__ void wait_probs_empty() const {
         hopper::mbarrier_wait(shared_address(&shared.probs_empty[probs.index]), probs.phase ^ 1);
-    }
-
-    // Stores the probabilities of elements 4 j to 4 j + 7, as pairs in four matrices.
-    template <class Store>
-    __device__ __forceinline__ void store_pairs(unsigned to, int tile, int j, Store store) const {
-        auto pair = [&](int i) {
-            float low = scores[4 * j + i], high = scores[4 * j + i + 1];
-            if constexpr (CONVERTS) {
-                float scale = scales[i / 2 % 2][tile];
-                low = __fmul_rn(low, scale), high = __fmul_rn(high, scale);
-            }
-            return E::pack(low, high);
-        };
-        store(to, pair(0), pair(2), pair(4), pair(6));
     }
 
     // Hands the probabilities to the value warpgroups. `rescales`: whether a factor of this warp's is not 1.

@@ -29,31 +29,31 @@ constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUB
 static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
     return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
 }
-// Whether keys are records of mla656. With 16 rows loaders convert them (CONVERTS); with 64 their codes stay in shared
-// memory, and consumers convert them to operands in registers (KEEPS_CODES).
-constexpr bool RECORDS = CACHE_CLASS == CacheClass::Mla656, CONVERTS = RECORDS && ROWS == 16,
-               KEEPS_CODES = RECORDS && ROWS == 64;
+// Whether keys are records of mla656. Their codes stay in shared memory.
+constexpr bool RECORDS = CACHE_CLASS == CacheClass::Mla656;
 // A CTA's warps: of the value warpgroups, with 16 rows or records of a score warpgroup, the scheduler, and the loaders.
 #define HAS_SCORE_WARPS (TILE_ROWS == 16 || CACHE)
 constexpr bool HAS_SCORE_WARPGROUP = HAS_SCORE_WARPS;
 constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + (HAS_SCORE_WARPGROUP ? 4 : 0),
               LOADER_WARP = SCHEDULER_WARP + 1;
-// One for the chunks of each value warpgroup, one for the rest; converters take chunks in turn.
-constexpr int PRODUCER_WARPS = CONVERTS ? 8 : 4, LOADERS = PRODUCER_WARPS - 1;
+// One for the chunks of each value warpgroup, one for the rest; those of records take halves of K tiles in turn.
+constexpr int PRODUCER_WARPS = 4, LOADERS = PRODUCER_WARPS - 1;
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
 // The warps that load queries: those of the warpgroups that have scores.
 constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
 // that the CTA has at launch.
 constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 216
-                                : CONVERTS           ? 88
-                                : KEEPS_CODES        ? 176
-                                                     : 160,
-              SCORE_REGISTERS = KEEPS_CODES ? 128 : 136,
+                                : !RECORDS           ? 160
+                                : ROWS == 16         ? 120
+                                                     : 176,
+              SCORE_REGISTERS = !RECORDS     ? 136
+                                : ROWS == 16 ? 208
+                                             : 128,
               PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 72
-                                   : CONVERTS           ? 80
-                                   : KEEPS_CODES        ? 32
-                                                        : 56,
+                                   : !RECORDS           ? 56
+                                   : ROWS == 16         ? 64
+                                                        : 32,
               LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + HAS_SCORE_WARPGROUP * SCORE_REGISTERS) +
                       32 * PRODUCER_WARPS * PRODUCER_REGISTERS <=
@@ -74,37 +74,30 @@ static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 
 // Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit. 64 rows leave their
 // probabilities in the rest of the K tile, which nothing reads after Q K^T.
 //
-// Records of mla656 have a scale per key and chunk. K tiles are codes, which are exact in bf16: scales multiply the
-// scores of each chunk, and probabilities, of which every chunk has its own. (Codes times scales, rounded to bf16, have
-// scores that are too far off for the log-sum-exp, and for outputs if few keys have most of the weight.)
-//
-// If codes stay in shared memory, a stage is the records of half a K tile, as they are in memory.
-constexpr int CHUNKS = KEEPS_CODES  ? 5
-                       : ROWS == 64 ? 8
-                       : CONVERTS   ? 10
-                                    : 11,
-              REST_STAGES = KEEPS_CODES ? CHUNKS : 3, PROB_STAGES = KEEPS_CODES ? 1 : 2;
+// Records of mla656 have a scale per key and chunk. Their codes are exact in 16 bits: scales multiply the scores of
+// each chunk, and probabilities, of which every chunk has its own. (Codes times scales, rounded to bf16, have scores
+// that are too far off for the log-sum-exp, and for outputs if few keys have most of the weight.) A stage is the
+// records of half a K tile, as they are in memory.
+constexpr int CHUNKS = RECORDS      ? (ROWS == 16 ? 9 : 5)
+                       : ROWS == 16 ? 11
+                                    : 8,
+              REST_STAGES = RECORDS ? CHUNKS : 3, PROB_STAGES = RECORDS && ROWS == 64 ? 1 : 2;
 constexpr int PROB_TILES = RECORDS ? TILE_CHUNKS : 1; // of a stage
 constexpr int PROB_BYTES = PROB_TILES * ROWS * KEYS * 2;
-// Scales of the keys of a K tile, which come with its rest.
-constexpr int SCALE_BYTES = CONVERTS ? KEYS * TILE_CHUNKS * 4 : 0;
 // A record of mla656: codes of the value dims, an f32 scale per chunk of them, and the other dims in bf16.
 constexpr int RECORD_BYTES = 656, SCALES_BYTE = VALUE_DIM, ROTARY_BYTE = SCALES_BYTE + TILE_CHUNKS * 4;
 static_assert(!RECORDS || (ElementType(ELEMENT_TYPE) == ElementType::BF16 && VALUE_DIM == 512 &&
                            ROTARY_BYTE + (HEAD_DIM - VALUE_DIM) * 2 == RECORD_BYTES),
               "the only records");
-constexpr int STAGE_KEYS = KEYS / 2, STAGE_BYTES = STAGE_KEYS * RECORD_BYTES; // if codes stay in shared memory
+constexpr int STAGE_KEYS = KEYS / 2, STAGE_BYTES = STAGE_KEYS * RECORD_BYTES; // of records
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
 // Keys of lists and records are copied by each of them.
 constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS && !RECORDS;
-// Arrivals at the barriers of loaded stages: one with TMA and of converters, else one per thread of a warp, and one
-// more of the thread that stores which keys exist.
-// Half a K tile of codes is released by the score warps that have its keys, and by the value warps.
-constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1,
-              REST_ARRIVALS = LISTS      ? 33
-                              : CONVERTS ? 32
-                                         : 1,
-              RELEASE_ARRIVALS = KEEPS_CODES ? 2 + 4 * VALUE_WARPGROUPS : 4 * (MULTICAST ? CTAS_PER_TILE : 1);
+// Arrivals at the barriers of loaded stages: one with TMA and of records, else one per thread of a warp, and one more
+// of the thread that stores which keys exist. Half a K tile of records is released by the score warps that have its
+// keys, and by the value warps.
+constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : 1,
+              RELEASE_ARRIVALS = RECORDS ? 2 + 4 * VALUE_WARPGROUPS : 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
 // A piece of work: a tile over a range of keys.
@@ -140,11 +133,12 @@ struct Shared {
 
 // Shared-memory layout.
 constexpr int QUERY_OFFSET = 1024, KEYS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2;
-constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (KEEPS_CODES ? PROB_STAGES * PROB_BYTES : 0),
-              REST_OFFSET = CHUNKS_OFFSET + CHUNKS * (KEEPS_CODES ? STAGE_BYTES : CHUNK_BYTES),
-              PROBS_OFFSET = KEEPS_CODES ? KEYS_OFFSET : REST_OFFSET + REST_STAGES * REST_BYTES,
-              SCALES_OFFSET = PROBS_OFFSET + (HAS_SCORE_WARPGROUP ? PROB_STAGES * PROB_BYTES : 0),
-              EXCHANGE_OFFSET = KEEPS_CODES ? REST_OFFSET : SCALES_OFFSET + REST_STAGES * SCALE_BYTES;
+constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (RECORDS ? PROB_STAGES * PROB_BYTES : 0),
+              REST_OFFSET = CHUNKS_OFFSET + CHUNKS * (RECORDS ? STAGE_BYTES : CHUNK_BYTES),
+              PROBS_OFFSET = RECORDS ? KEYS_OFFSET : REST_OFFSET + REST_STAGES * REST_BYTES,
+              EXCHANGE_OFFSET = RECORDS               ? REST_OFFSET
+                                : HAS_SCORE_WARPGROUP ? PROBS_OFFSET + PROB_STAGES * PROB_BYTES
+                                                      : PROBS_OFFSET;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && PROBS_OFFSET % 1024 == 0,
               "it overlaps the queries, and swizzled tiles");
 
@@ -172,7 +166,7 @@ struct Exchange {
     };
     // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
     float rescale[PROB_STAGES][ROWS], out_factor[ROWS];
-#if CACHE && TILE_ROWS > 16
+#if CACHE
     // Of score warps: what exponents are relative to, and the powers of two that queries were divided by.
     float reference[ROWS], query_scale[ROWS];
 #endif

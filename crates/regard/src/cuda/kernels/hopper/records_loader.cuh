@@ -1,4 +1,4 @@
-// Loaders of the decode kernel for latent caches of mla656 whose codes stay in shared memory: a copy per record.
+// Loaders of the decode kernel for latent caches of mla656.
 #pragma once
 #include "hopper/latent_keys.cuh"
 #include "hopper/records_instructions.cuh"
@@ -13,9 +13,14 @@ struct RecordLoader : KeyLoader {
         bool present = key >= piece.key_start && key < piece.key_end;
         unsigned long long at = params.keys.pointer;
         if (present) present = find_address(piece.tile, key, at);
-        // While another half is in the place of this one.
-        if (present) hopper::bulk_prefetch(policy, (const void *)at, RECORD_BYTES);
         unsigned all_present = __ballot_sync(~0u, present);
+        // Records one after another are one copy: many small ones are slower.
+        bool is_next = at == __shfl_sync(~0u, at, 0) + lane * RECORD_BYTES,
+             is_run = __all_sync(~0u, present && is_next);
+        bool copies = is_run ? lane == 0 : present;
+        int bytes = is_run ? STAGE_BYTES : RECORD_BYTES;
+        // While another half is in the place of this one.
+        if (copies) hopper::bulk_prefetch(policy, (const void *)at, bytes);
         unsigned to = base + CHUNKS_OFFSET + stage.index * STAGE_BYTES + lane * RECORD_BYTES;
         unsigned full = shared_address(&shared.full[stage.index]);
         hopper::mbarrier_wait(shared_address(&shared.empty[stage.index]), stage.phase ^ 1);
@@ -35,7 +40,7 @@ struct RecordLoader : KeyLoader {
             hopper::mbarrier_arrive_expect_tx(full, __popc(all_present) * RECORD_BYTES);
         }
         __syncwarp();
-        if (present) records::bulk_load(policy, to, at, RECORD_BYTES, full);
+        if (copies) records::bulk_load(policy, to, at, bytes, full);
     }
 
     __device__ __forceinline__ void run() {

@@ -1,10 +1,12 @@
-// 64 rows over records of mla656: the score warpgroup. S^T = K Q^T takes keys as its first operand from registers.
+// Over records of mla656: the score warpgroup. S^T = K Q^T takes keys as its first operand from registers.
 //
-// Keys are codes, which have a scale per key and chunk of 128 dims: sums are multiplied by the quotient of two scales
-// between chunks, and by the last scale in the end. Queries of these dims are f16, divided by a power of two per row
-// that brings their largest number to the top of f16's range. The other dims are bf16, and are added last.
+// Keys are codes, which have a scale per key and chunk of 128 dims. With 16 rows every chunk has sums of its own. With
+// 64 rows there are no registers for them: sums are multiplied by the quotient of two scales between chunks, and by the
+// last scale in the end. Queries of these dims are f16, divided by a power of two per row that brings their largest
+// number to the top of f16's range. The other dims are bf16, and have sums of their own or are added last.
 #pragma once
 #include "common/formats.cuh"
+#include "hopper/codes_wgmma.cuh"
 #include "hopper/latent_scores.cuh"
 #include "hopper/records_operands.cuh"
 
@@ -14,10 +16,14 @@ struct RecordScores : ScoreWarpgroup {
     // Exponents of probabilities are relative to the maximum of a row's scores so far, or to this.
     static constexpr float NO_REFERENCE = -MAX_FLOAT;
 
-    float row_sum[COLUMNS]; // this thread's part
+    static constexpr bool HAS_CHUNK_SUMS = ROWS == 16;
+
+    float row_sum[COLUMNS];       // this thread's part
+    float scales[2][TILE_CHUNKS]; // of this thread's two keys
 
     typedef float Columns[COLUMNS];
     typedef unsigned Operands[records::KEY_STEPS][4];
+    typedef float ChunkSums[TILE_CHUNKS][SCORES];
 
     // Numbers of this thread's rows, of all rows in shared memory.
     __device__ __forceinline__ void load_columns(Columns &x, const float *from) const {
@@ -119,9 +125,12 @@ struct RecordScores : ScoreWarpgroup {
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
         hopper::mbarrier_wait(shared_address(&shared.full[own_stage().index]), own_stage().phase);
         unsigned records = own_records(), from = records + (lane & 15) * RECORD_BYTES + (lane & 16);
-        float quotients[2][TILE_CHUNKS];
+        [[maybe_unused]] float quotients[2][TILE_CHUNKS];
+        if constexpr (!HAS_CHUNK_SUMS) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) find_quotients(quotients[h], records + ((lane >> 2) + 8 * h) * RECORD_BYTES);
+            for (int h = 0; h < 2; h++) find_quotients(quotients[h], records + ((lane >> 2) + 8 * h) * RECORD_BYTES);
+        }
+        ChunkSums sums;
         Operands a[BUFFERS];
         unsigned words[4];
         ldmatrix_x4(words, from);
@@ -129,19 +138,21 @@ struct RecordScores : ScoreWarpgroup {
 #pragma unroll
         for (int n = 0; n < OPERANDS; n++) {
             bool is_rotary = n >= CODE_OPERANDS;
-            if (n % CHUNK_OPERANDS == 0) {
+            if (!HAS_CHUNK_SUMS && n % CHUNK_OPERANDS == 0) {
                 if (n) finish_chunk(quotients, n / CHUNK_OPERANDS - 1);
                 if (is_rotary) multiply_by_query_scales();
                 warpgroup_fence_operand(scores);
             }
+            float (&sum)[SCORES] = HAS_CHUNK_SUMS && !is_rotary ? sums[n / CHUNK_OPERANDS] : scores;
             hopper::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < records::KEY_STEPS; step++) {
                 unsigned long long b = queries.k_major(records::KEY_STEPS * n + step);
+                int keep = step || (HAS_CHUNK_SUMS ? n % CHUNK_OPERANDS : n);
                 if (is_rotary)
-                    records::mma_bf16(scores, a[n % BUFFERS][step], b, 1);
+                    CodeWgmma<ROWS>::mma_bf16(sum, a[n % BUFFERS][step], b, keep);
                 else
-                    records::mma_f16(scores, a[n % BUFFERS][step], b, n % OPERANDS || step);
+                    CodeWgmma<ROWS>::mma_f16(sum, a[n % BUFFERS][step], b, keep);
             }
             hopper::wgmma_commit();
             if (n + 1 < OPERANDS) {
@@ -160,7 +171,23 @@ struct RecordScores : ScoreWarpgroup {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.empty[own_stage().index]));
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(scores);
+        if constexpr (HAS_CHUNK_SUMS) add_chunks(sums);
         return hidden;
+    }
+
+    // Adds the sums of the chunks of codes to those of the other dims.
+    __device__ __forceinline__ void add_chunks(ChunkSums &sums) {
+        Columns query_scales;
+        load_columns(query_scales, exchange.query_scale);
+#pragma unroll
+        for (int i = 0; i < TILE_CHUNKS; i++) warpgroup_fence_operand(sums[i]);
+#pragma unroll
+        for (int k = 0; k < SCORES; k++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < TILE_CHUNKS; i++) sum = fmaf(sums[i][k], scales[k / 2 % 2][i], sum);
+            scores[k] = fmaf(sum, query_scales[k / 4 * 2 + k % 2], scores[k]);
+        }
     }
 
     // Operands of a K tile: dims that are codes, then the others.
@@ -214,8 +241,8 @@ struct RecordScores : ScoreWarpgroup {
     // runs, so its code is short: through shared memory, where the next probabilities will be.
     template <class F> __device__ __forceinline__ void reduce_rows(Columns &x, F f) {
         wait_probs_empty();
-        float *all = (float *)(dynamic_shared + PROBS_OFFSET); // [COLUMNS][128]
-        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES && PROB_STAGES == 1, "the stage of probabilities");
+        float *all = (float *)(dynamic_shared + PROBS_OFFSET + probs.index * PROB_BYTES); // [COLUMNS][128]
+        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES, "one stage of probabilities");
         int thread = threadIdx.x % 128;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) all[c * 128 + thread] = x[c];
@@ -246,7 +273,7 @@ struct RecordScores : ScoreWarpgroup {
             row_sum[c] = __fmul_rn(row_sum[c], factor);
             if (warp == 0 && lane < 4) {
                 exchange.reference[row_of(c)] = maxima[c];
-                exchange.rescale[0][row_of(c)] = factor;
+                exchange.rescale[probs.index][row_of(c)] = factor;
             }
         }
         synchronize();

@@ -1,4 +1,4 @@
-// 64 rows over records of mla656: the value warpgroups. O^T = V^T P^T takes values as its first operand from registers.
+// Over records of mla656: the value warpgroups. O^T = V^T P^T takes values as its first operand from registers.
 //
 // Element [i][b][4 j + 2 h + e] of a thread's outputs is chunk i of this warpgroup's value dims, dim 64 b + 16 warp + 2
 // (lane / 4) + h of it, and row 8 j + 2 (lane % 4) + e.
@@ -30,7 +30,7 @@ struct RecordValues : ValueWarpgroup {
     }
 
     __device__ __forceinline__ void rescale() {
-        const float *factors = exchange.rescale[0];
+        const float *factors = exchange.rescale[probs.index];
 #pragma unroll
         for (int j = 0; j < ROWS / 8; j++)
 #pragma unroll
@@ -69,7 +69,7 @@ struct RecordValues : ValueWarpgroup {
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 2; step++)
-            records::mma_bf16(out[i][b], a[step], probabilities(i, 2 * half + step), 1);
+            CodeWgmma<ROWS>::mma_bf16(out[i][b], a[step], probabilities(i, 2 * half + step), 1);
         hopper::wgmma_commit();
     }
 
@@ -87,8 +87,8 @@ struct RecordValues : ValueWarpgroup {
         load(words, from, 0);
 #pragma unroll
         for (int n = 0; n < BUFFERS; n++) convert(a[n], words, from, n);
-        hopper::mbarrier_wait(shared_address(&shared.probs_full[0]), probs.phase);
-        if (UNLIKELY(*(const int *)shared.rescales[0])) rescale();
+        hopper::mbarrier_wait(shared_address(&shared.probs_full[probs.index]), probs.phase);
+        if (UNLIKELY(*(const int *)shared.rescales[probs.index])) rescale();
         fence_outputs();
 #pragma unroll
         for (int n = 0; n < OPERANDS; n++) {
@@ -101,7 +101,7 @@ struct RecordValues : ValueWarpgroup {
         hopper::wgmma_wait<0>();
         fence_outputs();
         __syncwarp();
-        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[0]));
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[probs.index]));
         chunks.advance(2);
         probs.advance();
     }
