@@ -25,6 +25,8 @@ pub struct Request<'a> {
     pub filter: Option<&'a str>,
     /// The laws whose names contain this; none without.
     pub laws: Option<&'a str>,
+    /// Neither the cases and files nor the laws whose names contain this.
+    pub without: Option<&'a str>,
     /// The device's name.
     pub device: &'a str,
     /// Judge about this many rows of each case instead of all.
@@ -169,7 +171,8 @@ fn check_laws(
     let Runner::Cuda(runner) = runner else {
         return Err(Error::argument("--laws", "on the CPU", "on a GPU: --device cuda").into());
     };
-    let wanted = |law: &&Law| law.name.contains(name);
+    let without = |law: &Law| request.without.is_some_and(|without| law.name.contains(without));
+    let wanted = |law: &&Law| law.name.contains(name) && !without(law);
     if !LAWS.iter().any(|law| wanted(&law)) {
         let names: Vec<_> = LAWS.iter().map(|law| law.name).collect();
         return Err(Error::argument("--laws", format!("\"{name}\""), names.join(", ")).into());
@@ -268,6 +271,9 @@ fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
     }
     if let Some(filter) = request.filter {
         sources.retain(|source| source.name().contains(filter));
+    }
+    if let Some(without) = request.without {
+        sources.retain(|source| !source.name().contains(without));
     }
     Ok(sources)
 }

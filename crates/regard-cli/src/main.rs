@@ -124,6 +124,9 @@ struct CheckArguments {
     /// Check laws that hold on a GPU too: all, or the laws whose names contain SUBSTRING
     #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, default_missing_value = "")]
     laws: Option<String>,
+    /// Neither the cases nor the laws whose names contain this
+    #[arg(long, value_name = "SUBSTRING", conflicts_with = "coverage")]
+    without: Option<String>,
     /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs
     #[arg(long, conflicts_with_all = ["files", "cases", "laws", "random"])]
     coverage: bool,
@@ -145,7 +148,7 @@ struct CheckArguments {
 }
 
 /// Arguments that conflict with random problems.
-const NOT_RANDOM: [&str; 5] = ["files", "cases", "laws", "filter", "rows"];
+const NOT_RANDOM: [&str; 6] = ["files", "cases", "laws", "filter", "without", "rows"];
 
 #[derive(Args)]
 struct RandomArguments {
@@ -436,6 +439,7 @@ fn check(arguments: &CheckArguments) -> Result<u8, Stop> {
         cases: arguments.cases.as_deref(),
         filter: arguments.filter.as_deref(),
         laws: arguments.laws.as_deref(),
+        without: arguments.without.as_deref(),
         device: &device.device,
         rows: arguments.rows,
         repeat: arguments.repeat,

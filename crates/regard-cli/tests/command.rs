@@ -444,6 +444,9 @@ fn check_runs_the_built_in_cases() {
     let shown = regard(&["check", "--cases=trees/"]).done();
     let count = shown.lines().filter(|line| line.starts_with("ok   trees/")).count();
     assert!(count > 3 && shown.ends_with(&format!("\n{count} passed, 0 failed\n")), "{shown}");
+    let first = shown.lines().next().and_then(|line| line.split_whitespace().nth(1)).unwrap();
+    let others = regard(&["check", "--cases=trees/", "--without", first]).done();
+    assert!(!others.contains(first) && others.contains("trees/"), "{others}");
     regard(&["check", "--cases=nothing/"])
         .failed(2, &["`--cases` is \"nothing/\"", "lengths", "random"]);
 }
