@@ -37,6 +37,13 @@ pub struct Request<'a> {
     pub json: bool,
 }
 
+impl Request<'_> {
+    /// Whether a case, file or law of this name is not wanted.
+    fn leaves_out(&self, name: &str) -> bool {
+        self.without.is_some_and(|without| name.contains(without))
+    }
+}
+
 /// Attention is timed as the best of this many runs, as long as they take less than [`PATIENCE`]
 /// together.
 const REPETITIONS: usize = 5;
@@ -171,8 +178,7 @@ fn check_laws(
     let Runner::Cuda(runner) = runner else {
         return Err(Error::argument("--laws", "on the CPU", "on a GPU: --device cuda").into());
     };
-    let without = |law: &Law| request.without.is_some_and(|without| law.name.contains(without));
-    let wanted = |law: &&Law| law.name.contains(name) && !without(law);
+    let wanted = |law: &&Law| law.name.contains(name) && !request.leaves_out(law.name);
     if !LAWS.iter().any(|law| wanted(&law)) {
         let names: Vec<_> = LAWS.iter().map(|law| law.name).collect();
         return Err(Error::argument("--laws", format!("\"{name}\""), names.join(", ")).into());
@@ -272,9 +278,7 @@ fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
     if let Some(filter) = request.filter {
         sources.retain(|source| source.name().contains(filter));
     }
-    if let Some(without) = request.without {
-        sources.retain(|source| !source.name().contains(without));
-    }
+    sources.retain(|source| !request.leaves_out(&source.name()));
     Ok(sources)
 }
 

@@ -46,34 +46,14 @@ struct RowScores : ScoreWarpgroup {
 #endif
     }
 
-    // Combines a number per row over all threads that have the row, by `f`, and leaves it with all of them. It rarely
-    // runs, so its code is short: through shared memory, where the next probabilities will be.
-    template <class F> __device__ __forceinline__ void reduce_rows(float (&x)[COLUMNS], F f) {
-        wait_probs_empty();
-        float *all = (float *)(dynamic_shared + PROBS_OFFSET + probs.index * PROB_BYTES); // [COLUMNS][128]
-        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES, "one stage of probabilities");
-        int thread = threadIdx.x % 128;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) all[c * 128 + thread] = x[c];
-        synchronize();
-        if (thread < ROWS) {
-            const float *own = all + (thread / 8 * 2 + thread % 2) * 128 + thread % 8 / 2;
-            float combined = own[0];
-#pragma unroll 4
-            for (int i = 1; i < 32; i++) combined = f(combined, own[i * 4]);
-            exchange.rows[thread] = combined;
-        }
-        synchronize();
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) x[c] = exchange.rows[row_of(c)];
-    }
-
     // Updates the row max to that of the K tile, and leaves the factors of outputs in shared memory.
     __device__ __forceinline__ void update_max() {
         float tile_max[COLUMNS];
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) tile_max[c] = fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
         reduce_rows(tile_max, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) tile_max[c] = exchange.rows[row_of(c)];
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             tile_max[c] = fmaxf(tile_max[c], row_max[c]);

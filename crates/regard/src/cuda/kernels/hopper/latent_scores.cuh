@@ -97,6 +97,26 @@ struct ScoreWarpgroup : Consumer {
         hopper::mbarrier_wait(shared_address(&shared.probs_empty[probs.index]), probs.phase ^ 1);
     }
 
+    // Combines a number per row over all threads that have the row, by `f`, and leaves it in `exchange.rows`. It rarely
+    // runs, so its code is short: through shared memory, where the next probabilities will be.
+    template <class F> __device__ __forceinline__ void reduce_rows(const float (&x)[COLUMNS], F f) {
+        wait_probs_empty();
+        float *all = (float *)(dynamic_shared + PROBS_OFFSET + probs.index * PROB_BYTES); // [COLUMNS][128]
+        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES, "one stage of probabilities");
+        int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) all[c * 128 + thread] = x[c];
+        synchronize();
+        if (thread < ROWS) {
+            const float *own = all + (thread / 8 * 2 + thread % 2) * 128 + thread % 8 / 2;
+            float combined = own[0];
+#pragma unroll 4
+            for (int i = 1; i < 32; i++) combined = f(combined, own[i * 4]);
+            exchange.rows[thread] = combined;
+        }
+        synchronize();
+    }
+
     // Hands the probabilities to the value warpgroups. `rescales`: whether a factor of this warp's is not 1.
     __device__ __forceinline__ void publish(bool rescales) {
         if (lane == 0) shared.rescales[probs.index][warp] = rescales;

@@ -175,7 +175,7 @@ struct RecordScores : ScoreWarpgroup {
         return hidden;
     }
 
-    // Adds the sums of the chunks of codes to those of the other dims.
+    // Adds the products of codes, times their scales, to those of the rotary dims.
     __device__ __forceinline__ void add_chunks(ChunkSums &sums) {
         Columns query_scales;
         load_columns(query_scales, exchange.query_scale);
@@ -237,33 +237,13 @@ struct RecordScores : ScoreWarpgroup {
         return fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
     }
 
-    // Combines a number per row over all threads that have the row, by `f`, and leaves it with all of them. It rarely
-    // runs, so its code is short: through shared memory, where the next probabilities will be.
-    template <class F> __device__ __forceinline__ void reduce_rows(Columns &x, F f) {
-        wait_probs_empty();
-        float *all = (float *)(dynamic_shared + PROBS_OFFSET + probs.index * PROB_BYTES); // [COLUMNS][128]
-        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES, "one stage of probabilities");
-        int thread = threadIdx.x % 128;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) all[c * 128 + thread] = x[c];
-        synchronize();
-        if (thread < ROWS) {
-            const float *own = all + (thread / 8 * 2 + thread % 2) * 128 + thread % 8 / 2;
-            float combined = own[0];
-#pragma unroll 4
-            for (int i = 1; i < 32; i++) combined = f(combined, own[i * 4]);
-            exchange.rows[thread] = combined;
-        }
-        synchronize();
-        load_columns(x, exchange.rows);
-    }
-
     // Raises the references to the maxima of rows, and leaves the factors of outputs in shared memory.
     __device__ __forceinline__ void update_references() {
         Columns maxima, before;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) maxima[c] = tile_max(c);
         reduce_rows(maxima, [](float a, float b) { return fmaxf(a, b); });
+        load_columns(maxima, exchange.rows);
         load_columns(before, exchange.reference);
         synchronize(); // all have read them
 #pragma unroll
