@@ -34,6 +34,9 @@ impl DecodeConfig {
             let (chunks, stages, numbers) = if few { (11, 2, 3) } else { (8, 0, 6) };
             (64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim)), stages * rows * 128, numbers)
         };
-        1024 + queries + keys + probabilities + 512 + numbers * rows * 4
+        // Where listed keys are, which loaders share; 64 rows have them in the place of `numbers`.
+        let addresses =
+            if few && self.lists && !matches!(self.cache, Cache::Mla656) { 512 } else { 0 };
+        1024 + queries + keys + probabilities + addresses + 512 + numbers * rows * 4
     }
 }

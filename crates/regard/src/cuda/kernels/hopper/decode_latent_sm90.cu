@@ -58,6 +58,10 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
             mbarrier_init(shared.probs_full[i], 4);
             mbarrier_init(shared.probs_empty[i], 4 * VALUE_WARPGROUPS);
         }
+#if LISTS
+        mbarrier_init(shared.addresses_full, 1);
+        mbarrier_init(shared.addresses_empty, VALUE_WARPGROUPS);
+#endif
         for (int i = 0; i < PIECES; i++) {
             mbarrier_init(shared.piece_full[i], 1);
             mbarrier_init(shared.piece_empty[i], SCHEDULER_WARP + LOADERS);
@@ -104,9 +108,9 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
             run_scheduler(shared, {params, cta_range, first_sequence, is_scheduled(params)}, lane);
         } else {
 #if CACHE
-            RecordLoader loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
+            RecordLoader loader = {{params, shared, base, warp - LOADER_WARP, lane}};
 #elif LISTS
-            Gatherer loader = {{params, rest, shared, base, warp - LOADER_WARP, lane}};
+            Gatherer loader = {{params, shared, base, warp - LOADER_WARP, lane}, rest, exchange.addresses};
 #else
             // Keys per box: a K tile's, or what these and pages are both made of.
             int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;

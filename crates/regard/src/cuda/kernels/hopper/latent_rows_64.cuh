@@ -55,12 +55,14 @@ struct RowConsumer : Consumer {
             for (int k = 0; k < CHUNK_DIMS / 2; k++) out[i][k] = 0.0f;
         // All warps are done with the queries and the row bounds of the piece before.
         hopper::named_barrier_sync(SCORES_BARRIER, CONSUMER_THREADS);
-        if (!LISTS && threadIdx.x < ROWS) {
+#if !LISTS
+        if (threadIdx.x < ROWS) {
             int head, token;
             tile.find_row(params, min(first_row_of_cta() + (int)threadIdx.x, tile.rows - 1), head, token);
             exchange.visible[threadIdx.x] = {visible_start(params, tile.seq, token),
                                              visible_end(params, tile.seq, token)};
         }
+#endif
         load_queries(tile, 4 * warpgroup + warp);
         hopper::named_barrier_sync(SCORES_BARRIER, CONSUMER_THREADS);
     }

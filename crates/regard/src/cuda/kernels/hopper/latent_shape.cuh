@@ -126,6 +126,7 @@ struct Shared {
     Piece pieces[PIECES];
 #if LISTS
     unsigned long long present[REST_STAGES]; // keys of the K tile that exist and are seen: bit k for key k
+    unsigned long long addresses_full, addresses_empty;
 #endif
     unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1
     int last;                               // whether this CTA is the last to finish its part of the tile
@@ -147,6 +148,12 @@ struct VisibleKeys {
     int start, end;
 };
 
+// Where the keys of a K tile are: set by the loader of the rest, read by those of the chunks. The lowest bit is set if
+// the key exists and is seen; keys are aligned to 16 bytes.
+struct KeyAddresses {
+    unsigned long long of[KEYS];
+};
+
 // How the work is divided.
 union Division {
     struct {
@@ -158,6 +165,9 @@ union Division {
 
 #if HAS_SCORE_WARPS
 struct Exchange {
+#if LISTS && !CACHE
+    KeyAddresses addresses;
+#endif
     // Between score warps: a maximum or a sum per row. At the start, before there is any, the division of work is found
     // in the same place.
     union {
@@ -173,9 +183,13 @@ struct Exchange {
 };
 #else
 struct Exchange {
-    // The keys that the rows see. At the start the division of work is found in the same place.
+    // The keys that the rows see, or where they are. At the start the division of work is found in the same place.
     union {
+#if LISTS
+        KeyAddresses addresses;
+#else
         VisibleKeys visible[ROWS];
+#endif
         Division division;
     };
     // From either warpgroup to the other: a row's maximum after a K tile and the factor of what came before it, and in

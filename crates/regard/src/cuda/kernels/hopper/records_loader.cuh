@@ -7,6 +7,26 @@ namespace latent {
 
 // A loader warp: takes halves of K tiles in turn with the others, a lane per key.
 struct RecordLoader : KeyLoader {
+    // Sets the address of a key, or of entry `key` of the tile's list; false if the list has no key there.
+    __device__ __forceinline__ bool find_address(const Tile &tile, int key, unsigned long long &at) const {
+#if LISTS
+        ListedKey listed = find_listed_key(params, tile, key);
+        if (listed.key < 0) return false;
+        at = listed_key_address(params, tile, listed, RECORD_BYTES);
+#else
+        KeyPlace place;
+        if (params.block_size) {
+            find_paged_place(params, tile, key, place);
+            place.batch = page_of(params, place.batch);
+        } else {
+            place = contiguous_place(params, tile, key);
+        }
+        const RowStrides &strides = params.keys.strides;
+        at += (place.batch * strides.batch + place.token * strides.token + tile.kv_head * strides.head) * RECORD_BYTES;
+#endif
+        return true;
+    }
+
     // Loads half a K tile into a stage, when it is free.
     __device__ __forceinline__ void load(const Piece &piece, int half, const PipelineState<CHUNKS> &stage) const {
         int key = half * STAGE_KEYS + lane;

@@ -1,8 +1,9 @@
 // S = Q K^T and O = P V of prefill with mma.sync; rows are operand A.
 //
-// f32 uses three tf32 MMAs: each factor is split into a rounded high part and the remainder, and only low * low is left
-// out. Tensor cores truncate sums instead of rounding them, so only short sums are accumulated in them, and these are
-// added up by FADDs.
+// f32 uses tf32 MMAs: each factor is split into a rounded high part and the remainder. S takes all four products; O
+// leaves out low * low, which is up to 2^-22 of a product: too much for the log-sum-exp of large scores, little for
+// values. Tensor cores truncate sums instead of rounding them, so only short sums are accumulated in them, and these
+// are added up by FADDs.
 #pragma once
 #include "common/copy.cuh"
 #include "prefill/prefill_shape.cuh"
@@ -50,13 +51,18 @@ struct OperandB {
     }
 };
 
-// sum += a * b
+// sum += a * b, without low * low
 static __device__ __forceinline__ void mma(float (&sum)[4], const OperandA &a, const OperandB &b) {
     if constexpr (WIDE_ELEMENT) {
         E::mma(sum, a.low, b.high[0], b.high[1]);
         E::mma(sum, a.high, b.low[0], b.low[1]);
     }
     E::mma(sum, a.high, b.high[0], b.high[1]);
+}
+
+// sum += a.low * b.low
+static __device__ __forceinline__ void mma_low(float (&sum)[4], const OperandA &a, const OperandB &b) {
+    if constexpr (WIDE_ELEMENT) E::mma(sum, a.low, b.low[0], b.low[1]);
 }
 
 struct Products {
@@ -109,8 +115,12 @@ struct Products {
             b[1].set(bits[2], bits[3]);
 #pragma unroll
             for (int m = 0; m < MMA_ROW_TILES; m++) {
+                mma_low(scores[m][j], a[m], b[0]);
                 mma(scores[m][j], a[m], b[0]);
-                if (j + 1 < MMA_KEY_TILES) mma(scores[m][(j + 1) % MMA_KEY_TILES], a[m], b[1]);
+                if (j + 1 < MMA_KEY_TILES) {
+                    mma_low(scores[m][(j + 1) % MMA_KEY_TILES], a[m], b[1]);
+                    mma(scores[m][(j + 1) % MMA_KEY_TILES], a[m], b[1]);
+                }
             }
         }
     }
