@@ -68,6 +68,7 @@ def store(memory, element, count):
 # The C++ of an instruction, by a part of its text: made from its outputs and inputs, as written in the source.
 ASSEMBLY = [
     ("cp.async.cg.shared.global.L2::cache_hint", lambda o, i: f"cp_async({i[0]}, {i[1]}, {i[2]});"),
+    ("cp.async.ca.shared.global [%0], [%1], 8", lambda o, i: f"emu_copy_later({{{i[0]}, {i[1]}, {i[2]}, 8}});"),
     ("createpolicy", lambda o, i: f"{o[0]} = 1;"),
     ("st.shared.v4.b32", lambda o, i: f"memset(emu_at({i[0]}, 16), 0, 16);"),
     ("st.global.v4.b32", store("global", "unsigned", 4)),
@@ -90,6 +91,7 @@ ASSEMBLY = [
     ("ld.shared.v4.f32", load("shared", "float", 4)),
     ("st.global.v4.f32", store("global", "float", 4)),
     ("st.global.v2.b32", store("global", "unsigned", 2)),
+    ("lop3.b32 %0, %1, %2, %3, 0xea", lambda o, i: f"{o[0]} = (({i[0]}) & ({i[1]})) | ({i[2]});"),
     ("mul.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, 0x80008000);"),
     ("sub.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[1]}, 0xbc00bc00, {i[0]});"),
     ("fma.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, {i[2]});"),

@@ -39,6 +39,11 @@ pub fn known() -> Vec<Spec> {
         let contents = Contents { q: Numbers::Positive, k: Numbers::Positive, v: Numbers::Normal };
         let one = spec("positive-keys", dtype, (576, 1), (1, 19));
         specs.push(Spec { scale: Some(1.0), contents, ..one });
+        // The same in prefill, with values that a tensor copy engine reads and with others.
+        for value_dim in [1, 448] {
+            let one = spec("positive-keys-in-prefill", dtype, (448, value_dim), (65, 19));
+            specs.push(Spec { contents, ..one });
+        }
     }
     // Rows of a chunk under a window: the warps that share a key depended on the start of the
     // chunk.

@@ -43,7 +43,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
             entry: "combine",
             grid: [tiles as u32, (config.tile_rows / COMBINE_ROWS) as u32, 1],
             threads: (32 * COMBINE_ROWS) as u32,
-            shared_bytes: 0,
+            ..Launch::default()
         },
         at: partials_end,
     });
@@ -54,6 +54,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
             grid: [ctas as u32, 1, 1],
             threads: (128 * key_groups) as u32,
             shared_bytes: config.codes_shared_bytes(key_groups) as u32,
+            ..Launch::default()
         },
         fallback: module.name(),
         max_query_len: i32::MAX,

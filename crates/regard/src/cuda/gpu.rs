@@ -486,7 +486,7 @@ impl Gpu {
             sharedMemBytes: launch.shared_bytes,
             hStream: stream,
             attrs: &mut early,
-            numAttrs: function.starts_early.into(),
+            numAttrs: (function.starts_early && !launch.starts_late).into(),
         };
         // SAFETY: the driver copies configuration and parameters before it returns; the rest is the
         // caller's promise.

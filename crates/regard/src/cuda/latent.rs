@@ -59,6 +59,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
             grid: [tiles as u32, combine_ctas(config, tiles, parts, facts) as u32, 1],
             threads: COMBINE_THREADS as u32,
             shared_bytes: COMBINE_SHARED_BYTES as u32,
+            ..Launch::default()
         },
         at: partials_end,
     });
@@ -69,6 +70,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
             grid: [(parts * ctas_per_tile) as u32, 1, 1],
             threads: config.latent_threads() as u32,
             shared_bytes: config.latent_shared_bytes() as u32,
+            ..Launch::default()
         },
         fallback: module.name(),
         max_query_len: i32::MAX,

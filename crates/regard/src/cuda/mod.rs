@@ -120,6 +120,9 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory per CTA, in bytes.
     pub shared_bytes: u32,
+    /// Whether it starts only when the kernel in front has ended, even if its module could start
+    /// earlier.
+    pub starts_late: bool,
 }
 
 impl Launch {

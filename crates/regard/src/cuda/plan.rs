@@ -26,10 +26,11 @@ impl BackendPlan for Launches {
 
     fn explain(&self, _problem: &Problem) -> Vec<Line> {
         let line = |launch: Launch| {
-            let Launch { module, entry, grid, threads, shared_bytes } = launch;
+            let Launch { module, entry, grid, threads, shared_bytes, starts_late } = launch;
             let shape = format!("{grid:?} CTAs of {threads} threads");
+            let when = if starts_late { ", when the kernel in front has ended" } else { "" };
             let text = format!(
-                "{entry} of {module}: {shape}, {shared_bytes} bytes of shared memory per CTA"
+                "{entry} of {module}: {shape}, {shared_bytes} bytes of shared memory per CTA{when}"
             );
             Line::new("launch", text)
         };

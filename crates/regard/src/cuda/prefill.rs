@@ -179,11 +179,13 @@ fn find_window(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
 }
 
 /// The specialized module of a family for a problem with plain scores and even ranges, the
-/// module's exact head dims and outputs of the operands' type.
+/// module's exact head dims and outputs of the operands' type. The scores of the one above head
+/// dim 256 are not exact enough for a log-sum-exp.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let plain = problem.variant.has_unmodified_scores()
         && problem.variant.has_even_ranges()
-        && problem.out_dtype == problem.dtype;
+        && problem.out_dtype == problem.dtype
+        && !(family == Family::PrefillSm90Wide && problem.lse);
     find_module(family, Build::Specialized, problem, facts)
         .filter(|kernel| plain && kernel.exact_dims)
 }
@@ -249,6 +251,7 @@ fn kernel(
             grid: [(ctas / cluster_size * cluster_size) as u32, 1, 1],
             threads: config.threads() as u32,
             shared_bytes: shared_bytes as u32,
+            ..Launch::default()
         },
         tile_rows: config.tile_rows,
         tile_keys: config.tile_keys,
@@ -274,7 +277,7 @@ fn map_space(
         entry: "mask_map",
         grid: [(facts.multiprocessors * MAP_CTAS) as u32, 1, 1],
         threads: MAP_THREADS,
-        shared_bytes: 0,
+        ..Launch::default()
     };
     let mask = [problem.batch, problem.query_heads, problem.query_len, problem.kv_len];
     let place = |at, kernel| MapPlace { at, bytes: max_map_bytes(map_extents(mask, kernel)) };

@@ -224,8 +224,7 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     // Items are no more than tiles and CTAs together: see `find_split_tiles`.
     let states = problem.rows().saturating_add(ctas * config.tile_rows);
     let value_dim = config.operands.value_dim;
-    let small =
-        Launch { module, entry: "", grid: [1, 1, 1], threads: SMALL_THREADS, shared_bytes: 0 };
+    let small = Launch { module, grid: [1, 1, 1], threads: SMALL_THREADS, ..Launch::default() };
     let sequence_rows = problem.query_len.saturating_mul(problem.query_heads);
     let merge_ctas = sequence_rows.div_ceil(MERGE_ROWS).clamp(1, MAX_MERGE_CTAS);
     Ok(Prefix {
@@ -251,9 +250,9 @@ fn kernel_launch(module: &'static str, config: &PrefillConfig) -> Launch {
     Launch {
         module,
         entry: "prefix",
-        grid: [0; 3],
         threads: config.threads() as u32,
         shared_bytes: config.prefix_shared_bytes() as u32,
+        ..Launch::default()
     }
 }
 

@@ -12,6 +12,7 @@
 #include "decode/decode_cache.cuh"
 #include "decode/decode_groups.cuh"
 #include "decode/decode_combine_entry.cuh"
+#include "decode/decode_rows.cuh"
 #include "decode/decode_schedule.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
@@ -24,6 +25,8 @@
 #else
 #include "decode/decode_mma.cuh"
 #endif
+
+#define HAS_RUNS (!LISTS && CACHE != 4) // whether the common case exists: rows in runs of 16 keys (decode_rows.cuh)
 
 // A thread's part of one tile over a range of keys.
 struct Worker {
@@ -56,6 +59,10 @@ struct Worker {
     float out_scale;                   // multiplies sums of probabilities times values
     float shift;                       // log2 of a factor of probabilities
 #endif
+#if HAS_RUNS
+    KeyRows key_rows;
+    ValueRows value_rows;
+#endif
 
     // Tile `number` of the sequence.
     __device__ __forceinline__ void select_tile(int number, const SequenceTiles &tiles) {
@@ -86,12 +93,17 @@ struct Worker {
         tile.value_base = params.values.pointer + value_at * CACHE_BYTES;
 #endif
         tile.table = page_table(params, tile.sequence);
+#if HAS_RUNS
+        key_rows.set(tile.key_base, params.keys.strides.token * CACHE_BYTES, lane);
+        value_rows.set(tile.value_base, params.values.strides.token * CACHE_BYTES, lane);
+#endif
 #if CACHE >= 1 && CACHE <= 3
         keys_scaled = !HAS_BLOCKS && varies(params, cache.key_scale_strides);
         CodeView &view = products.view;
         view.batch_invariant = params.batch_invariant;
-        view.key_format = cache.key_format;
-        view.value_format = cache.value_format;
+        // Through shuffles, so that they stay in registers: a constant is loaded in every round.
+        view.key_format = CacheFormat(__shfl_sync(~0u, (int)cache.key_format, 0));
+        view.value_format = CacheFormat(__shfl_sync(~0u, (int)cache.value_format, 0));
         view.values_scaled = !HAS_BLOCKS && varies(params, cache.value_scale_strides);
         bool aligned = !IS_FALLBACK || params.load_kind == LoadKind::PageAligned16;
         view.key_at = aligned ? (unsigned)tile.key_base : 0;
@@ -218,41 +230,61 @@ struct Worker {
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
     __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
-        if (!LISTS && (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)) {
+        if (HAS_RUNS && params.block_size && (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)) {
 #pragma unroll
-            for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
+            for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = tile.table[entry_of(key_tile * TILE_KEYS + 16 * k)];
         }
     }
+
+#if HAS_RUNS
+    // The common case of `fetch`.
+    __device__ __forceinline__ void fetch_runs(int key_tile, unsigned keys, unsigned values,
+                                               const RunPages &runs) const {
+        // Offsets of the first key of each run of 16, in bytes; the other 15 are contiguous.
+        long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
+        const RowStrides &key_strides = params.keys.strides, &value_strides = params.values.strides;
+        long long key_stride = key_strides.token * CACHE_BYTES, value_stride = value_strides.token * CACHE_BYTES;
+        int first = key_tile * TILE_KEYS;
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++) {
+            int key = first + 16 * k;
+            if (params.block_size) {
+                int slot = page_slot(params, key, entry_of(key));
+                long long page = page_of(params, runs.entry[k]);
+                key_at[k] = page * key_strides.batch * CACHE_BYTES + slot * key_stride;
+                value_at[k] = page * value_strides.batch * CACHE_BYTES + slot * value_stride;
+            } else {
+                key_at[k] = k ? key_at[0] + 16 * k * key_stride : first * key_stride;
+                value_at[k] = k ? value_at[0] + 16 * k * value_stride : first * value_stride;
+            }
+        }
+        key_rows.load(*this, keys, key_at, key_stride, key_tile);
+        value_rows.load(*this, values, value_at, value_stride, key_tile);
+    }
+#endif
 
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
-#if CACHE == 4
+#if HAS_RUNS
+        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)
+            fetch_runs(key_tile, keys, values, runs);
+        else
+            fetch_scattered(key_tile, keys, values);
+#elif CACHE == 4
         load_dequantized<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
         load_dequantized<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim, key_tile);
-        return;
+#else
+        fetch_scattered(key_tile, keys, values);
 #endif
-        if (!LISTS && (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)) {
-            // Offsets of the first key of each run of 16; the other 15 are contiguous.
-            long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
-#pragma unroll
-            for (int k = 0; k < MMA_KEY_TILES; k++)
-                locate(key_tile * TILE_KEYS + 16 * k, runs.entry[k], key_at[k], value_at[k]);
-            long long key_stride = params.keys.strides.token, value_stride = params.values.strides.token;
-            if constexpr (HAS_BLOCKS) {
-#pragma unroll
-                for (int k = 0; k < MMA_KEY_TILES; k++) key_at[k] *= BLOCK_BYTES, value_at[k] *= BLOCK_BYTES;
-                load_block_rows<HEAD_DIM, KEY_PITCH>(*this, keys, tile.key_base, key_at, key_stride * BLOCK_BYTES,
-                                                     key_tile);
-                load_block_rows<VALUE_DIM, VALUE_PITCH>(*this, values, tile.value_base, value_at,
-                                                        value_stride * BLOCK_BYTES, key_tile);
-            } else {
-                load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const CacheElement *)tile.key_base, key_at, key_stride,
-                                                       key_tile);
-                load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const CacheElement *)tile.value_base, value_at,
-                                                          value_stride, key_tile);
-            }
-        } else if constexpr (HAS_BLOCKS) {
+#if CACHE == 1
+        load_scales(*this, values + TILE_KEYS * VALUE_PITCH, key_tile, runs);
+#endif
+    }
+
+    // The fallback of `fetch` for any layout, alignment and dims.
+    __device__ __forceinline__ void fetch_scattered(int key_tile, unsigned keys, unsigned values) const {
+        if constexpr (HAS_BLOCKS) {
             load_scattered_blocks<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
             load_scattered_blocks<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim,
                                                                  key_tile);
@@ -262,42 +294,9 @@ struct Worker {
             load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const CacheElement *)tile.value_base,
                                                           params.value_dim, key_tile);
         }
-#if CACHE == 1
-        load_scales(*this, values + TILE_KEYS * VALUE_PITCH, key_tile, runs);
-#endif
     }
 
-    // The common case: rows of exactly DIM elements, in runs of 16 keys. Several lanes copy a row, the others the next
-    // rows.
-    template <int DIM, int PITCH>
-    __device__ __forceinline__ void load_page_aligned(unsigned to, const CacheElement *base,
-                                                      const long long (&runs)[MMA_KEY_TILES], long long stride,
-                                                      int key_tile) const {
-        constexpr int CHUNKS = DIM / CACHE_CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
-        constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
-        int row = lane / LANES, column = lane % LANES * CACHE_CHUNK;
-        int warp = threadIdx.x / 32 % WARPS_PER_GROUP;
-        unsigned keys = key_end - key_start, key = key_tile * TILE_KEYS + row - key_start;
-        const CacheElement *from = base + row * stride + column;
-#pragma unroll
-        for (int i = 0; i < ROW_ROUNDS; i++) {
-            if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp % ROW_ROUNDS) continue;
-            const CacheElement *source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
-            int bytes = key + i * AT_ONCE < keys ? 16 : 0;
-#pragma unroll
-            for (int j = 0; j < COLUMN_ROUNDS; j++) {
-                if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
-                unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * CACHE_BYTES + j * LANES * 16 % 128);
-                unsigned to_chunk = place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128;
-                if (DIM * CACHE_BYTES % 128)
-                    cp_async_alone(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
-                else
-                    cp_async(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
-            }
-        }
-    }
-
-    // The fallback for any layout, alignment and dims: each thread copies one 16-byte chunk at a time.
+    // Each thread copies one 16-byte chunk at a time.
     template <int DIM, int PITCH, bool KEYS> __device__ __forceinline__ void
     load_scattered(unsigned to, const CacheElement *base, int dims, int key_tile) const {
         constexpr int CHUNKS = DIM / CACHE_CHUNK;
@@ -444,53 +443,54 @@ struct Worker {
         RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end, new_tokens};
 
         // Software pipeline: copies run PREFETCH_DISTANCE K tiles ahead of the MMAs, and round 0 is the first with an
-        // MMA. Prologue and mainloop are one loop, so that its code is fetched once. All groups run as many rounds as
-        // the first, which has the most K tiles.
+        // MMA. Prologue and mainloop are one loop, so that its code is fetched once. Later rounds have few branches,
+        // each of which costs two warps per scheduler as much as several instructions.
         //
         // K tiles are prefetched before the current one has arrived. Only where few sequences are split over all CTAs,
-        // scattered pages are prefetched after it, except in the first round: fewer copies in flight are faster there.
-        int stage = 0;
+        // scattered pages are prefetched after it, except in round 0: fewer copies in flight are faster there.
+        int stage = 0, ahead = first, key_tile = first - PREFETCH_DISTANCE * step;
 #pragma unroll 1
-        for (int round = -PREFETCH_DISTANCE, ahead = first;
-             round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
-            bool at_once = STAGES == 1 || !waits_for_pages || round == 0;
-            if (round == -PREFETCH_DISTANCE) {
-                // If the lengths are scheduled, the page table is not written by the preceding kernel either. If the
-                // host knows them, nothing of that kernel's output has been read so far.
+        for (int round = -PREFETCH_DISTANCE; round <= 0 || key_tile < end; round++, ahead += step, key_tile += step) {
+            bool at_once = STAGES == 1 || !waits_for_pages;
+            if (round > 0) {
+                if (!at_once) cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
+                synchronize_group();
+            } else if (round == -PREFETCH_DISTANCE) {
+                // Neither does the preceding kernel write the page table if lengths are scheduled. If the host knows
+                // them, nothing of that kernel's output has been read so far.
                 if (!is_scheduled(params)) grid_dependency_wait();
                 if (first < end) look_up_pages(first, runs);
                 if (is_scheduled(params)) grid_dependency_wait();
-            }
-            // All threads of the CTA load the queries, together with the first K tile.
-            auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
-            if (at_once) {
-                if (round > 0) synchronize_group();
-            } else if (round >= 0) {
-                cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
-                synchronize();
             }
             if (ahead < end) {
                 fetch(ahead, stage, runs);
                 look_up_pages(ahead + step, runs);
             }
-            // Queries and scales of codes come through registers, so their latency is waited for: behind the copies.
-            if (round == (HAS_CODES ? 0 : -PREFETCH_DISTANCE)) load_queries();
-#if CACHE >= 1 && CACHE <= 3
-            if (round == 0) load_tile_scales();
-#endif
-            cp_async_commit();
             stage = stage == STAGES - 1 ? 0 : stage + 1;
-            if (round == -PREFETCH_DISTANCE) load_row_facts();
-            if (at_once && round >= 0) {
-                cp_async_wait<STAGES - 1>();
-                synchronize();
-            }
-            if (round == 0) products.load_query_fragments();
+            if (round > 0) {
+                cp_async_commit();
+                if (at_once) {
+                    cp_async_wait<STAGES - 1>();
+                    synchronize_group();
+                }
+            } else {
+                // All threads of the CTA load the queries, together with the first K tile. Queries and scales of codes
+                // come through registers, so their latency is waited for: behind the copies.
+                if (round == (HAS_CODES ? 0 : -PREFETCH_DISTANCE)) load_queries();
 #if CACHE >= 1 && CACHE <= 3
-            if (round == 0) load_query_scales();
+                if (round == 0) load_tile_scales();
 #endif
-            int key_tile = ahead - PREFETCH_DISTANCE * step;
-            if (round < 0 || key_tile >= end) continue;
+                cp_async_commit();
+                if (round == -PREFETCH_DISTANCE) load_row_facts();
+                if (round < 0) continue;
+                cp_async_wait<STAGES - 1>();
+                __syncthreads();
+                products.load_query_fragments();
+#if CACHE >= 1 && CACHE <= 3
+                load_query_scales();
+#endif
+                if (key_tile >= end) break;
+            }
             unsigned keys = ring + stage * STAGE_BYTES;
             Scores scores = {};
             products.mma_qk(scores, keys);
@@ -638,7 +638,8 @@ static __device__ __forceinline__ void finish_tile(Worker &w, long long work_per
 
 // Finds this thread's place in the CTA, and its shared memory.
 static __device__ __forceinline__ void place_worker(Worker &w, int query_offset, int ring_offset) {
-    w.lane = threadIdx.x & 31;
+    // Through a shuffle, or ptxas reads the thread's number again and again, behind the copies in the queue.
+    w.lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
     w.group = threadIdx.x / THREADS_PER_GROUP;
     w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
     w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;

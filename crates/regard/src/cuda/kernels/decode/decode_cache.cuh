@@ -79,50 +79,6 @@ static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to,
     }
 }
 
-// The common case of blocks: runs of 16 keys, of which each row is copied from a multiple of 16 bytes on. Offsets and
-// the stride are in bytes. Several lanes copy a row, the others the next rows; the last chunks of rows, one or two, are
-// copied by a lane per row.
-template <int DIM, int PITCH, class Worker>
-static __device__ __forceinline__ void load_block_rows(const Worker &w, unsigned to, unsigned long long base,
-                                                       const long long (&runs)[MMA_KEY_TILES], long long stride,
-                                                       int key_tile) {
-    constexpr int CHUNKS = row_chunks(DIM), LANES = CHUNKS > 8 ? 8 : CHUNKS > 4 ? 4 : 2, AT_ONCE = 32 / LANES;
-    constexpr int COLUMN_ROUNDS = (CHUNKS - 1) / LANES, REST = CHUNKS - COLUMN_ROUNDS * LANES;
-    static_assert(REST <= 2 && 16 * COLUMN_ROUNDS * LANES <= row_bytes(DIM), "whole chunks, then one or two");
-    int warp = threadIdx.x / 32 % WARPS_PER_GROUP;
-    unsigned keys = w.key_end - w.key_start, first = key_tile * TILE_KEYS - w.key_start;
-    int row = w.lane / LANES, column = w.lane % LANES * 16;
-    unsigned long long from = ((base + row * stride) & ~15ull) + column;
-    unsigned place = to + row * PITCH + column;
-#pragma unroll
-    for (int i = 0; i < TILE_KEYS / AT_ONCE; i++) {
-        if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp) continue;
-        // Rows that far apart start equally far from a multiple of 16 bytes.
-        unsigned long long source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
-        int bytes = first + row + i * AT_ONCE < keys ? 16 : 0;
-#pragma unroll
-        for (int j = 0; j < COLUMN_ROUNDS; j++)
-            cp_async_sectors(place + i * AT_ONCE * PITCH + j * LANES * 16, (const void *)(source + j * LANES * 16),
-                             bytes);
-    }
-    if (WARPS_PER_GROUP > 1 && warp != WARPS_PER_GROUP - 1) return;
-#pragma unroll
-    for (int i = w.lane; i < TILE_KEYS; i += 32) {
-        long long run = runs[0];
-#pragma unroll
-        for (int k = 1; k < MMA_KEY_TILES; k++)
-            if (i >= 16 * k) run = runs[k];
-        unsigned long long start = base + run + (i & 15) * stride;
-        int bytes = first + i < keys ? (int)(start & 15) + row_bytes(DIM) - COLUMN_ROUNDS * LANES * 16 : 0;
-#pragma unroll
-        for (int j = 0; j < REST; j++) {
-            int at = (COLUMN_ROUNDS * LANES + j) * 16;
-            cp_async_sectors(to + i * PITCH + at, (const void *)((start & ~15ull) + at),
-                             clamp_int(bytes - 16 * j, 0, 16));
-        }
-    }
-}
-
 // Blocks anywhere, two bytes at a time.
 template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
 load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {

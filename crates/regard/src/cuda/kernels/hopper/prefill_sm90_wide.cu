@@ -27,6 +27,7 @@ constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_
 // A pipeline stage holds a 16 KB chunk: 64 dims of all keys of a K tile, or VALUE_KEYS keys of a warpgroup's value
 // dims.
 constexpr int CHUNK_BYTES = 16384, VALUE_KEYS = 32;
+constexpr int PART_CHUNKS = 4; // chunks of keys whose products the fallback lets tensor cores sum up
 constexpr int MAX_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE_KEYS;
 constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
 constexpr int QUERY_BYTES = MAX_KEY_CHUNKS * SUBTILE_BYTES, PROB_BYTES = CONSUMERS * SUBTILE_BYTES;
@@ -289,7 +290,7 @@ struct Consumer {
     }
 
     // Issues Q K^T over 64 dims, for this warpgroup's keys.
-    __device__ __forceinline__ void mma_qk(int c) {
+    __device__ __forceinline__ void mma_qk(int c, bool adds) {
         SharedTile<64> queries = {base + QUERY_OFFSET + c * SUBTILE_BYTES};
         SharedTile<64> keys = {chunk(stage) + warpgroup * SUBTILE_BYTES};
         float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;
@@ -297,25 +298,57 @@ struct Consumer {
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++)
-            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, queries.k_major(step), keys.k_major(step), c > 0 || step > 0);
+            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, queries.k_major(step), keys.k_major(step), adds || step > 0);
         hopper::wgmma_commit();
         stage.advance();
     }
 
-    // Issues the first two chunks, then the others; the last two are not waited for.
+    // Issues the first two chunks, then the others; the last two are not released.
     __device__ __forceinline__ void mma_qk_first_chunks() {
         warpgroup_fence_operand(*(float (*)[KEYS_PER_WARPGROUP / 2]) & scores);
-        mma_qk(0);
-        mma_qk(1);
+        mma_qk(0, false);
+        mma_qk(1, true);
     }
     __device__ __forceinline__ void mma_qk_other_chunks() {
         int chunks = key_chunks(params);
+        if constexpr (FALLBACK) {
+            mma_qk_parts(chunks);
+        } else {
+            mma_qk_chunks(2, chunks, true);
+        }
+    }
+    __device__ __forceinline__ void mma_qk_chunks(int first, int end, bool adds) {
 #pragma unroll 1
-        for (int c = 2; c < chunks; c++) {
-            mma_qk(c);
+        for (int c = first; c < end; c++) {
+            mma_qk(c, adds || c > first);
             hopper::wgmma_wait<2>();
             release_chunks<1>();
         }
+    }
+    // Tensor cores truncate sums, and those of many dims of one sign by more than a log-sum-exp may be off: parts of
+    // 256 dims are added up by FADDs. It takes 1.2 times as long, because P V waits for Q K^T; so the specialized
+    // kernel, which does not, has problems without a log-sum-exp.
+    __device__ __forceinline__ void mma_qk_parts(int chunks) {
+        mma_qk_chunks(2, min(chunks, PART_CHUNKS), true);
+#pragma unroll 1
+        for (int first = PART_CHUNKS; first < chunks; first += PART_CHUNKS) {
+            float before[KEYS_PER_WARPGROUP / 8][4];
+            wait_scores();
+#pragma unroll
+            for (int j = 0; j < KEYS_PER_WARPGROUP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) before[j][e] = scores[j][e];
+            mma_qk_chunks(first, min(chunks, first + PART_CHUNKS), false);
+            wait_scores();
+#pragma unroll
+            for (int j = 0; j < KEYS_PER_WARPGROUP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) scores[j][e] += before[j][e];
+        }
+    }
+    __device__ __forceinline__ void wait_scores() {
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(*(float (*)[KEYS_PER_WARPGROUP / 2]) & scores);
     }
 
     // Issues P V for this warpgroup's dims; the last step is not waited for. The probabilities of its own keys come

@@ -128,12 +128,16 @@ struct Products {
     // `keys`: shared address of this warp's first key.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         unsigned place = b_fragment_address<KEY_PITCH>(keys, lane);
-        if constexpr (WIDE_ELEMENT) {
+        if constexpr (WIDE_ELEMENT || HEAD_DIM > 256) {
+            constexpr int PART_STEPS = WIDE_ELEMENT ? 4 : 16;
 #pragma unroll 1
-            for (int first = 0; first < KEY_STEPS; first += 4) {
+            for (int first = 0; first < KEY_STEPS; first += PART_STEPS) {
                 Scores part = {};
+                int end = KEY_STEPS % PART_STEPS == 0 ? first + PART_STEPS : min(first + PART_STEPS, KEY_STEPS);
+#pragma unroll 1
+                for (int four = first; four < end; four += 4)
 #pragma unroll
-                for (int step = 0; step < 4; step++) mma_qk_step(part, step, place, first * STEP_BYTES);
+                    for (int step = 0; step < 4; step++) mma_qk_step(part, step, place, four * STEP_BYTES);
 #pragma unroll
                 for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
@@ -141,14 +145,9 @@ struct Products {
 #pragma unroll
                         for (int e = 0; e < 4; e++) scores[m][j][e] += part[m][j][e];
             }
-        } else if constexpr (HEAD_DIM <= 256) {
+        } else {
 #pragma unroll
             for (int step = 0; step < KEY_STEPS; step++) mma_qk_step(scores, step, place);
-        } else {
-#pragma unroll 1
-            for (int first = 0; first < KEY_STEPS; first += 4)
-#pragma unroll
-                for (int step = 0; step < 4; step++) mma_qk_step(scores, step, place, first * STEP_BYTES);
         }
     }
 
