@@ -333,7 +333,7 @@ fn select_decode(
 /// Whether a launch starts only when the kernel in front has ended. Rows of less than 128 bytes
 /// share lines with those of the next head, and are read at full speed only if the CTAs of both
 /// heads run at the same time. CTAs that start one by one, as those of the kernel in front end, do
-/// not: a long launch loses more by that (24% of 346 us at head dim 64) than the 2 us that it gains.
+/// not: a long launch loses more by that (24% of 346 us at head dim 64) than it gains (2 us).
 fn starts_late(facts: &CudaFacts, kernel: &DecodeKernel, grid: &DecodeGrid) -> bool {
     let shape = &kernel.shape;
     let bytes = grid.tiles.saturating_mul(grid.units * grid.unit_keys * shape.key_bytes());
