@@ -29,9 +29,12 @@ const SCHEDULE_THREADS: u32 = 128;
 /// Rows per CTA of the kernel that combines partial states: one per warp.
 const COMBINE_ROWS: usize = 8;
 
-/// Bytes of keys and values from which on a decode launch may wait for the kernel in front:
-/// measured on an H200, 64 MB lose by it and 128 MB gain, in tiles that are not split.
+/// Bytes of keys and values from which on a decode launch may wait for the kernel in front.
+/// Measured on an H200 in tiles that are not split: 64 MB lose by it, 128 MB gain.
 const LATE_BYTES: usize = 128 << 20;
+
+/// Bytes of a line of L2.
+const LINE_BYTES: usize = 128;
 
 /// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
 ///
@@ -330,15 +333,15 @@ fn select_decode(
     Ok(Selection { choice, split, backend })
 }
 
-/// Whether a launch starts only when the kernel in front has ended. Rows of less than 128 bytes
-/// share lines with those of the next head, and are read at full speed only if the CTAs of both
-/// heads run at the same time. CTAs that start one by one, as those of the kernel in front end, do
-/// not: a long launch loses more by that (24% of 346 us at head dim 64) than it gains (2 us).
+/// Whether a launch starts only when the kernel in front has ended. Rows shorter than a line share
+/// it with the next head's row. They are read at full speed only if the CTAs of both heads run at
+/// the same time, which they do if they start together. With an early start, CTAs begin one by one:
+/// that gains 2 us, and costs a long launch more (24% of 346 us at head dim 64).
 fn starts_late(facts: &CudaFacts, kernel: &DecodeKernel, grid: &DecodeGrid) -> bool {
     let shape = &kernel.shape;
     let bytes = grid.tiles.saturating_mul(grid.units * grid.unit_keys * shape.key_bytes());
     kernel.cache == Cache::Bytes
-        && shape.key_bytes() < 256
+        && shape.key_bytes() < 2 * LINE_BYTES
         && 2 * grid.tiles >= facts.multiprocessors
         && bytes >= LATE_BYTES
 }
