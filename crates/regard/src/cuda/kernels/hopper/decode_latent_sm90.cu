@@ -12,7 +12,8 @@
 // Warp-specialized: a scheduler warp, which finds the CTA's work; three loader warps; two value warpgroups with half of
 // the value dims each; and with 16 rows a score warpgroup with Q K^T, the online softmax and P.
 //
-// With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one.
+// With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one;
+// the scheduler warp is one of them.
 //
 // Over records of mla656 (CACHE), by lists or not, rows are the N of wgmma, also 64 of them: codes stay in shared
 // memory, and consumers convert them to operands in registers (records_*.cuh).
@@ -59,7 +60,7 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
             mbarrier_init(shared.probs_empty[i], 4 * VALUE_WARPGROUPS);
         }
 #if LISTS
-        mbarrier_init(shared.addresses_full, 1);
+        mbarrier_init(shared.addresses_full, 2);
         mbarrier_init(shared.addresses_empty, VALUE_WARPGROUPS);
 #endif
         for (int i = 0; i < PIECES; i++) {
@@ -104,13 +105,20 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
     unsigned base = shared_address(dynamic_shared);
     if (warp >= SCHEDULER_WARP) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
+        WorkIterator work = {params, cta_range, first_sequence, is_scheduled(params)};
+#if LISTS && !CACHE
+        Gatherer loader = {{params, shared, base, warp - LOADER_WARP, lane}, rest, exchange.addresses};
         if (warp == SCHEDULER_WARP) {
-            run_scheduler(shared, {params, cta_range, first_sequence, is_scheduled(params)}, lane);
+            loader.run_scheduler(work);
+        } else {
+            loader.run();
+        }
+#else
+        if (warp == SCHEDULER_WARP) {
+            run_scheduler(shared, work, lane, [](const Piece &) {});
         } else {
 #if CACHE
             RecordLoader loader = {{params, shared, base, warp - LOADER_WARP, lane}};
-#elif LISTS
-            Gatherer loader = {{params, shared, base, warp - LOADER_WARP, lane}, rest, exchange.addresses};
 #else
             // Keys per box: a K tile's, or what these and pages are both made of.
             int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
@@ -119,6 +127,7 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 #endif
             loader.run();
         }
+#endif
     } else {
         run_consumer(params, shared, exchange, warp, lane);
     }

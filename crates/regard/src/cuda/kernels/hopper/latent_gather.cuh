@@ -2,6 +2,7 @@
 // one, in the layout that TMA would write.
 #pragma once
 #include "hopper/latent_keys.cuh"
+#include "hopper/latent_loader.cuh"
 
 namespace latent {
 
@@ -13,8 +14,9 @@ static __device__ __forceinline__ void cp_async_with(unsigned long long policy, 
                  : "memory");
 }
 
-// A loader warp: copies the chunks of value warpgroup `index`, or the rest of K tiles. The latter finds the keys, also
-// for the others, which so have little more to do than to issue copies.
+// A loader warp. Those of a value warpgroup's chunks (`index`) have little more to do than to issue copies. Keys are
+// found by the loader of the rest and by the scheduler warp, half of every K tile each (`half`): these share where keys
+// are, and copy the rest of them.
 struct Gatherer : KeyLoader {
     const KvTensor &rest_keys; // the dims of keys that are not values
     KeyAddresses &addresses;
@@ -41,58 +43,63 @@ struct Gatherer : KeyLoader {
         return true;
     }
 
-    // The keys of a K tile: a lane has where keys `lane` and 32 + `lane` are.
+    // Half of the keys of a K tile: a lane has where key 32 * half + lane is.
     struct FoundKeys {
-        unsigned long long at[2], rest_at[2]; // the first value dim, and the first of the rest
-        unsigned present[2];                  // bit k: key k, or 32 + k, of the list exists and is seen
+        unsigned long long at, rest_at; // the first value dim, and the first of the rest
+        unsigned present;               // bit k: key k of the half exists and is seen
     };
 
-    __device__ __forceinline__ FoundKeys find_keys(const Piece &piece, int key_tile) const {
+    __device__ __forceinline__ FoundKeys find_keys(const Piece &piece, int key_tile, int half) const {
         FoundKeys keys;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int key = key_tile * KEYS + 32 * half + lane;
-            bool present = key >= piece.key_start && key < piece.key_end;
-            keys.at[half] = keys.rest_at[half] = params.keys.pointer;
-            if (present) present = find_addresses(piece.tile, key, keys.at[half], keys.rest_at[half]);
-            keys.present[half] = __ballot_sync(~0u, present);
-        }
+        int key = key_tile * KEYS + 32 * half + lane;
+        bool present = key >= piece.key_start && key < piece.key_end;
+        keys.at = keys.rest_at = params.keys.pointer;
+        if (present) present = find_addresses(piece.tile, key, keys.at, keys.rest_at);
+        keys.present = __ballot_sync(~0u, present);
         return keys;
     }
 
     // Hands the keys to the loaders of the chunks.
-    __device__ __forceinline__ void share(const FoundKeys &keys, unsigned phase) const {
+    __device__ __forceinline__ void share(const FoundKeys &keys, int half, unsigned phase) const {
         hopper::mbarrier_wait(shared_address(&shared.addresses_empty), phase ^ 1);
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            addresses.of[32 * half + lane] = keys.at[half] | (keys.present[half] >> lane & 1);
+        addresses.of[32 * half + lane] = keys.at | (keys.present >> lane & 1);
         __syncwarp();
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.addresses_full));
     }
 
     // Copies 128 bytes of each key; eight lanes have a key.
-    __device__ __forceinline__ void load_rest(const FoundKeys &keys, const PipelineState<REST_STAGES> &rest) const {
+    __device__ __forceinline__ void load_rest(const FoundKeys &keys, int half,
+                                              const PipelineState<REST_STAGES> &rest) const {
         static_assert(REST_SUBTILES == 1, "a column");
         hopper::mbarrier_wait(shared_address(&shared.rest_empty[rest.index]), rest.phase ^ 1);
         unsigned full = shared_address(&shared.rest_full[rest.index]);
         if (lane == 0) {
-            shared.present[rest.index] = (unsigned long long)keys.present[1] << 32 | keys.present[0];
+            shared.present[rest.index].of_half[half] = keys.present;
             hopper::mbarrier_arrive(full);
         }
         int part = lane % 8;
-        unsigned to = base + REST_OFFSET + rest.index * REST_BYTES;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        unsigned to = base + REST_OFFSET + rest.index * REST_BYTES + half * (32 * 128);
 #pragma unroll 4
-            for (int first = 0; first < 32; first += 4) {
-                int key = first + lane / 8;
-                const unsigned char *from =
-                    (const unsigned char *)__shfl_sync(~0u, keys.rest_at[half], key) + part * 16;
-                cp_async_with(policy, to + (32 * half + key) * 128 + ((part ^ key % 8) << 4), from,
-                              keys.present[half] >> key & 1 ? 16 : 0);
-            }
+        for (int first = 0; first < 32; first += 4) {
+            int key = first + lane / 8;
+            const unsigned char *from = (const unsigned char *)__shfl_sync(~0u, keys.rest_at, key) + part * 16;
+            cp_async_with(policy, to + key * 128 + ((part ^ key % 8) << 4), from, keys.present >> key & 1 ? 16 : 0);
         }
         hopper::mbarrier_arrive_copies(full);
+    }
+
+    // Finds half of the keys of all K tiles of a piece, and loads their rest.
+    __device__ __forceinline__ void run_rest(const Piece &piece, int half, PipelineState<REST_STAGES> &rest,
+                                             unsigned &addresses_phase) const {
+        int end = piece.end_tile();
+#pragma unroll 1
+        for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
+            FoundKeys keys = find_keys(piece, key_tile, half);
+            share(keys, half, addresses_phase);
+            load_rest(keys, half, rest);
+            rest.advance();
+            addresses_phase ^= 1;
+        }
     }
 
     // Where this lane copies from: 16 bytes of keys `lane / 8`, 4 + `lane / 8`, ...
@@ -134,6 +141,7 @@ struct Gatherer : KeyLoader {
         hopper::mbarrier_arrive_copies(shared_address(&shared.full[chunk.index]));
     }
 
+    // As a loader warp.
     __device__ __forceinline__ void run() const {
         grid_dependency_wait();
         ChunkState chunks;
@@ -144,25 +152,31 @@ struct Gatherer : KeyLoader {
         for (;;) {
             const Piece &piece = pieces.wait(shared);
             if (!piece.more) break;
-            int end = piece.end_tile();
+            if (index == VALUE_WARPGROUPS) {
+                run_rest(piece, 0, rest, addresses_phase);
+            } else {
+                int end = piece.end_tile();
 #pragma unroll 1
-            for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
-                if (index == VALUE_WARPGROUPS) {
-                    FoundKeys keys = find_keys(piece, key_tile);
-                    share(keys, addresses_phase);
-                    load_rest(keys, rest);
-                    rest.advance();
-                } else {
+                for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
                     LaneKeys keys = take_keys(addresses_phase);
 #pragma unroll
                     for (int i = 0; i < OWN_CHUNKS; i++) load_chunk(keys, i, chunks.at(i * VALUE_WARPGROUPS + index));
                     chunks.advance(TILE_CHUNKS);
+                    addresses_phase ^= 1;
                 }
-                addresses_phase ^= 1;
             }
             pieces.release(shared, lane);
         }
         // The CTA's shared memory lives until its copies are done.
+        cp_async_wait<0>();
+    }
+
+    // As the scheduler warp.
+    __device__ __forceinline__ void run_scheduler(const WorkIterator &work) const {
+        PipelineState<REST_STAGES> rest;
+        unsigned addresses_phase = 0;
+        latent::run_scheduler(shared, work, lane,
+                              [&](const Piece &piece) { run_rest(piece, 1, rest, addresses_phase); });
         cp_async_wait<0>();
     }
 };

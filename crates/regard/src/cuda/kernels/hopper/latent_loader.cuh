@@ -101,8 +101,9 @@ static __device__ __forceinline__ void prefetch_queries(const AttentionParameter
     }
 }
 
-// The scheduler warp: hands the pieces to loaders and consumers.
-static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterator work, int lane) {
+// The scheduler warp: hands the pieces to loaders and consumers. `load(piece)`: what it loads of them itself.
+template <class Load>
+static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterator work, int lane, Load load) {
     PipelineState<PIECES> slot;
     Piece piece;
 #pragma unroll 1
@@ -114,6 +115,7 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
             hopper::mbarrier_arrive(shared_address(&shared.piece_full[slot.index]));
         }
         __syncwarp();
+        const Piece &handed = shared.pieces[slot.index];
         slot.advance();
         if (!piece.more) break;
         prefetch_queries(work.params, piece.tile, lane);
@@ -121,6 +123,7 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
         grid_dependency_wait();
         touch_list(work.params, piece, lane);
 #endif
+        load(handed);
     } while (true);
 }
 

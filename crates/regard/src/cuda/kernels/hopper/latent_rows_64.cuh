@@ -103,7 +103,7 @@ struct RowConsumer : Consumer {
             scale = 1.0f;
         }
 #if LISTS
-        unsigned long long present = shared.present[keys.rest.index];
+        unsigned long long present = shared.present[keys.rest.index].of_tile;
         if (UNLIKELY(~present)) {
 #pragma unroll
             for (int i = 0; i < KEYS / 2; i++)

@@ -50,7 +50,7 @@ struct ScoreWarpgroup : Consumer {
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(scores);
 #if LISTS
-        present = shared.present[rest.index];
+        present = shared.present[rest.index].of_tile;
         __syncwarp();
 #endif
         arrive_at_all(shared.rest_empty[rest.index], lane);

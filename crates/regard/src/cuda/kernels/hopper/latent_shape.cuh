@@ -93,10 +93,10 @@ constexpr int STAGE_KEYS = KEYS / 2, STAGE_BYTES = STAGE_KEYS * RECORD_BYTES; //
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
 // Keys of lists and records are copied by each of them.
 constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS && !RECORDS;
-// Arrivals at the barriers of loaded stages: one with TMA and of records, else one per thread of a warp, and one more
-// of the thread that stores which keys exist. Half a K tile of records is released by the score warps that have its
-// keys, and by the value warps.
-constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1, REST_ARRIVALS = LISTS ? 33 : 1,
+// Arrivals at the barriers of loaded stages: one with TMA and of records, else one per thread of a warp; of the rest of
+// listed keys those of the two warps that copy it, and one more of each, when it has stored which keys exist. Half a K
+// tile of records is released by the score warps that have its keys, and by the value warps.
+constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1, REST_ARRIVALS = LISTS ? 66 : 1,
               RELEASE_ARRIVALS = RECORDS ? 2 + 4 * VALUE_WARPGROUPS : 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
@@ -125,7 +125,11 @@ struct Shared {
     unsigned long long max_full;                        // 64 rows: maxima of warpgroup 0
     Piece pieces[PIECES];
 #if LISTS
-    unsigned long long present[REST_STAGES]; // keys of the K tile that exist and are seen: bit k for key k
+    // Keys of the K tile that exist and are seen: bit k for key k.
+    union {
+        unsigned long long of_tile;
+        unsigned of_half[2];
+    } present[REST_STAGES];
     unsigned long long addresses_full, addresses_empty;
 #endif
     unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1

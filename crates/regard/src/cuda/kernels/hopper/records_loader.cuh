@@ -55,7 +55,7 @@ struct RecordLoader : KeyLoader {
         }
         if (lane == 0) {
 #if LISTS
-            shared.present[stage.index] = all_present;
+            shared.present[stage.index].of_tile = all_present;
 #endif
             hopper::mbarrier_arrive_expect_tx(full, __popc(all_present) * RECORD_BYTES);
         }

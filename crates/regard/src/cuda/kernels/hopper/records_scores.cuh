@@ -162,7 +162,7 @@ struct RecordScores : ScoreWarpgroup {
         }
         unsigned hidden = 0;
 #if LISTS
-        hidden = ~(unsigned)shared.present[own_stage().index] >> (16 * (warp & 1) + (lane >> 2));
+        hidden = ~(unsigned)shared.present[own_stage().index].of_tile >> (16 * (warp & 1) + (lane >> 2));
         hidden = (hidden & 1) | (hidden >> 7 & 2);
 #endif
 #pragma unroll
