@@ -90,10 +90,14 @@ pub(crate) fn query_offset<T>(offset: &QueryOffset<T>) -> (OffsetKind, i64) {
 /// Strides from sequence to sequence (0 if ragged), token to token and head to head. The tensor may
 /// lack the last dimension. `leading` is the number of dimensions up to the heads: 3, or 2 if
 /// ragged.
+///
+/// A dimension of 1 may have any stride, and gets 0: kernels form addresses of rows that do not
+/// exist, which have to be as aligned as those that do.
 pub(crate) fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
-    match dims.strides()[..leading] {
-        [batch, token, head] => RowStrides { batch, token, head },
-        [token, head] => RowStrides { batch: 0, token, head },
+    let stride = |i| broadcast_stride(dims, i);
+    match leading {
+        3 => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },
+        2 => RowStrides { batch: 0, token: stride(0), head: stride(1) },
         _ => unreachable!("checked: two or three dimensions before the head dim"),
     }
 }
@@ -103,7 +107,7 @@ pub(crate) fn token_strides(dims: &Dims) -> TokenStrides {
     TokenStrides { token: dims.strides()[0], head: dims.strides()[1] }
 }
 
-/// The stride along a dimension; 0 if it is 1, which stands for every index.
+/// The stride along a dimension; 0 if it is 1.
 fn broadcast_stride(dims: &Dims, i: usize) -> i64 {
     if dims.shape()[i] == 1 { 0 } else { dims.strides()[i] }
 }

@@ -3,7 +3,10 @@
 use super::{FLOATS, window};
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers};
-use crate::spec::{CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, Scales, Spec};
+use crate::place::MemorySpec;
+use crate::spec::{
+    CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Scales, Spec,
+};
 use regard::DType;
 
 const CODES: [DType; 3] = [DType::E4M3, DType::E5M2, DType::I8];
@@ -127,6 +130,20 @@ fn storage() -> Vec<Spec> {
                     .dtype(FLOATS[i % 3])
             });
         }
+    }
+    for (i, format) in FORMATS.into_iter().enumerate() {
+        // The strides of dimensions of 1 may be anything, unaligned too.
+        let one_row = MemorySpec { first: 0, order: [0, 2, 1], gaps: [0, 7, 7] };
+        specs.push(Spec {
+            keys: Keys::Ragged { slack: 0 },
+            memory: OperandMemory { k: one_row, v: one_row, ..OperandMemory::default() },
+            cache: CacheSpec::new(format, GRANULARITIES[i % 4], Scales::Fitted),
+            ..Spec::new(format!("caches/one-key-{format}"))
+                .lengths(&[(1, 1)])
+                .heads(16, 1)
+                .dims(128, 128)
+                .dtype(FLOATS[1 + i % 2])
+        });
     }
     for (i, format) in FORMATS.into_iter().enumerate() {
         let cache = CacheSpec::new(format, GRANULARITIES[i % 4], Scales::Fitted);
