@@ -71,6 +71,8 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
         mbarrier_init(shared.factor_empty, 4 * VALUE_WARPGROUPS);
         for (int i = 0; i < VALUE_WARPGROUPS; i++) mbarrier_init(shared.products_done[i], 4);
         mbarrier_init(shared.max_full, 4);
+        shared.first_part.more = false;
+        shared.last_part = -1;
         hopper::fence_mbarrier_init();
 #if !LISTS && !CACHE
         hopper::prefetch_tensor_map(keys);
@@ -130,6 +132,10 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 #endif
     } else {
         run_consumer(params, shared, exchange, warp, lane);
+    }
+    if (!is_counted(params)) {
+        __syncthreads();
+        if (warp >= SCHEDULER_WARP) combine_parts(params, shared);
     }
     // The other CTA may still load into this one's shared memory, or arrive at its barriers.
     if (MULTICAST) hopper::cluster_sync();

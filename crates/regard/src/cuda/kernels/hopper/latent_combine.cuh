@@ -1,6 +1,8 @@
-// Combines the split-KV partials of the decode kernel for latent caches, in a grid of its own.
+// Combines the split-KV partials of the decode kernel for latent caches: in a grid of its own if parts of a tile are
+// many, else in `decode`, by the CTA that is the last to finish one.
 #pragma once
 #include "decode/decode_combine_entry.cuh"
+#include "hopper/latent_shape.cuh"
 
 namespace latent {
 
@@ -98,6 +100,31 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     store_four(params, out_offset(params, split.tile, head, token), 4 * column, scale_four(out, finalized.factor),
                element_out_type(params));
     if (params.lse.pointer && column == 0) store_lse(params, split.tile, head, token, finalized.lse);
+}
+
+// Combines the tiles that a CTA is the last to finish a part of. The scheduler and the loaders call this, when they have
+// no more work and all consumers have stored their parts: consumers would lack registers for their outputs.
+static __device__ __forceinline__ void combine_parts(const AttentionParameters &params, Shared &shared) {
+    int rank = blockIdx.x % CTAS_PER_TILE, thread = threadIdx.x - 32 * SCHEDULER_WARP;
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        if (i == 0 ? !shared.first_part.more : shared.last_part < 0) continue;
+        const Piece &piece = i == 0 ? shared.first_part : shared.pieces[shared.last_part];
+        if (thread == 0) {
+            unsigned *arrivals = arrivals_of(params, piece.first_part, rank);
+            shared.is_last = count_arrival(arrivals) == (unsigned)(piece.last_part - piece.first_part);
+            if (shared.is_last) *arrivals = 0;
+        }
+        hopper::named_barrier_sync(PART_BARRIER, 32 * PRODUCER_WARPS);
+        if (shared.is_last) {
+            int end = min(piece.tile.rows, first_row_of_cta() + ROWS);
+#pragma unroll 1
+            for (int row = first_row_of_cta() + thread / 32; row < end; row += PRODUCER_WARPS)
+                combine_row<1>(params, piece.tile, row, thread & 31, piece.first_part,
+                                              piece.last_part, element_out_type(params));
+        }
+        hopper::named_barrier_sync(PART_BARRIER, 32 * PRODUCER_WARPS);
+    }
 }
 
 } // namespace latent

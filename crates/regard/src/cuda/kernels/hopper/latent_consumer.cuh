@@ -118,33 +118,15 @@ struct Consumer {
         return 1.0f;
     }
 
-    // Counts the arrival of a part of a tile that has others, for `combine`, or combines them if this is the last one.
-    // One warpgroup calls this.
-    __device__ __forceinline__ void finish_part(const Piece &piece) const {
-        int rank = blockIdx.x % CTAS_PER_TILE, thread = opaque(threadIdx.x % 128);
-        unsigned *arrivals = arrivals_of(params, piece.first_part, rank);
-        if (params.stream_k.partial_ranges) {
-            if (thread != 0) return;
-            if (knows_partial_ranges(params)) {
-                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
-            } else if (piece.starts_here) {
-                partial_range_of(params, piece.tile) = {piece.first_part, piece.last_part};
-            }
-            return;
+    // Counts a part of a tile for `combine`. One warpgroup calls this.
+    __device__ __forceinline__ void count_part(const Piece &piece) const {
+        if (threadIdx.x % 128 != 0) return;
+        if (knows_partial_ranges(params)) {
+            unsigned *arrivals = arrivals_of(params, piece.first_part, blockIdx.x % CTAS_PER_TILE);
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
+        } else if (piece.starts_here) {
+            partial_range_of(params, piece.tile) = {piece.first_part, piece.last_part};
         }
-        if (thread == 0) {
-            unsigned before = count_arrival(arrivals);
-            shared.last = before == (unsigned)(piece.last_part - piece.first_part);
-            if (shared.last) *arrivals = 0;
-        }
-        hopper::named_barrier_sync(PART_BARRIER, 128);
-        if (shared.last) {
-            int end = min(piece.tile.rows, first_row_of_cta() + ROWS);
-            for (int row = first_row_of_cta() + thread / 32; row < end; row += 4)
-                combine_row<STATES_PER_BATCH>(params, piece.tile, row, thread & 31, piece.first_part, piece.last_part,
-                                              element_out_type(params));
-        }
-        hopper::named_barrier_sync(PART_BARRIER, 128);
     }
 };
 

@@ -21,17 +21,14 @@ struct Gatherer : KeyLoader {
     const KvTensor &rest_keys; // the dims of keys that are not values
     KeyAddresses &addresses;
 
-    // Sets the addresses of entry `entry` of the tile's list: of its value dims and of the rest. False if the list has
-    // no key there.
-    __device__ __forceinline__ bool find_addresses(const Tile &tile, int entry, unsigned long long &at,
-                                                   unsigned long long &rest_at) const {
-        ListedKey listed = find_listed_key(params, tile, entry);
-        if (listed.key < 0) return false;
+    // Sets the addresses of a key of the tile's lists: of its value dims and of the rest.
+    __device__ __forceinline__ void set_addresses(const Tile &tile, const ListedKey &listed, unsigned long long &at,
+                                                  unsigned long long &rest_at) const {
         at = listed_key_address(params, tile, listed, 2);
         if (listed.in_second) {
             // Keys of a second cache are in one tensor.
             rest_at = at + VALUE_DIM * 2;
-            return true;
+            return;
         }
         const RowStrides &strides = rest_keys.strides;
         long long rest = tile.kv_head * strides.head + listed.place.token * strides.token;
@@ -40,7 +37,46 @@ struct Gatherer : KeyLoader {
         else
             rest += params.cu_seqlens_k ? tile.seq.kv_start * strides.token : tile.sequence * strides.batch;
         rest_at = rest_keys.pointer + rest * 2;
-        return true;
+    }
+
+    // The keys of a piece, if entry times stride is where they are: slots of a pool whose pages follow one another, or
+    // positions without pages. This takes a fifth of the instructions of find_listed_key.
+    struct EvenKeys {
+        bool are_even;
+        const int *list;
+        int start, end; // keys that the row sees
+        unsigned long long at, rest_at; // of key 0
+        long long stride, rest_stride;  // in bytes
+    };
+
+    // Whether the slots of pages are evenly apart. Sets the distance, in elements.
+    __device__ __forceinline__ bool are_slots_even(const RowStrides &strides, long long &stride) const {
+        // Strides of dimensions of 1 are 0.
+        stride = params.block_size == 1 ? strides.batch : strides.token;
+        return params.blocks == 1 || strides.batch == params.block_size * stride;
+    }
+
+    __device__ __forceinline__ EvenKeys find_even_keys(const Tile &tile) const {
+        const ListParameters &lists = lists_of(params);
+        EvenKeys keys;
+        keys.list = tile.list;
+        keys.start = tile.every_start, keys.end = tile.every_end;
+        keys.stride = params.keys.strides.token, keys.rest_stride = rest_keys.strides.token;
+        keys.are_even = !lists.are_pages && tile.any_end == tile.first_list_len;
+        if (params.block_size) {
+            keys.are_even &= lists.are_slots && are_slots_even(params.keys.strides, keys.stride) &&
+                             are_slots_even(rest_keys.strides, keys.rest_stride);
+            keys.end = (int)min((long long)keys.end, (long long)params.blocks * params.block_size);
+        }
+        keys.stride *= 2, keys.rest_stride *= 2;
+        set_addresses(tile, {0, {0, 0}, false}, keys.at, keys.rest_at);
+        return keys;
+    }
+
+    // The entry of this lane in half of the keys of a K tile; -1 if the piece has none.
+    __device__ __forceinline__ int load_entry(const EvenKeys &even, const Piece &piece, int key_tile, int half) const {
+        int entry = key_tile * KEYS + 32 * half + lane;
+        return even.are_even && entry >= piece.key_start && entry < piece.key_end ? even.list[entry] : -1;
     }
 
     // Half of the keys of a K tile: a lane has where key 32 * half + lane is.
@@ -51,12 +87,23 @@ struct Gatherer : KeyLoader {
 
     __device__ __forceinline__ FoundKeys find_keys(const Piece &piece, int key_tile, int half) const {
         FoundKeys keys;
-        int key = key_tile * KEYS + 32 * half + lane;
-        bool present = key >= piece.key_start && key < piece.key_end;
+        int entry = key_tile * KEYS + 32 * half + lane;
+        bool present = entry >= piece.key_start && entry < piece.key_end;
         keys.at = keys.rest_at = params.keys.pointer;
-        if (present) present = find_addresses(piece.tile, key, keys.at, keys.rest_at);
+        if (present) {
+            ListedKey listed = find_listed_key(params, piece.tile, entry);
+            present = listed.key >= 0;
+            if (present) set_addresses(piece.tile, listed, keys.at, keys.rest_at);
+        }
         keys.present = __ballot_sync(~0u, present);
         return keys;
+    }
+
+    // The same, of what load_entry returned.
+    __device__ __forceinline__ FoundKeys find_even(const EvenKeys &even, int key) const {
+        bool present = key >= even.start && key < even.end;
+        key = present ? key : 0;
+        return {even.at + key * even.stride, even.rest_at + key * even.rest_stride, __ballot_sync(~0u, present)};
     }
 
     // Hands the keys to the loaders of the chunks.
@@ -67,7 +114,7 @@ struct Gatherer : KeyLoader {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.addresses_full));
     }
 
-    // Copies 128 bytes of each key; eight lanes have a key.
+    // Copies 128 bytes of each key; eight lanes have a key: lines of L1 are the bound of such copies.
     __device__ __forceinline__ void load_rest(const FoundKeys &keys, int half,
                                               const PipelineState<REST_STAGES> &rest) const {
         static_assert(REST_SUBTILES == 1, "a column");
@@ -91,10 +138,13 @@ struct Gatherer : KeyLoader {
     // Finds half of the keys of all K tiles of a piece, and loads their rest.
     __device__ __forceinline__ void run_rest(const Piece &piece, int half, PipelineState<REST_STAGES> &rest,
                                              unsigned &addresses_phase) const {
-        int end = piece.end_tile();
+        int key_tile = piece.first_tile(), end = piece.end_tile();
+        EvenKeys even = find_even_keys(piece.tile);
+        int entry = load_entry(even, piece, key_tile, half);
 #pragma unroll 1
-        for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
-            FoundKeys keys = find_keys(piece, key_tile, half);
+        for (; key_tile < end; key_tile++) {
+            FoundKeys keys = even.are_even ? find_even(even, entry) : find_keys(piece, key_tile, half);
+            entry = load_entry(even, piece, key_tile + 1, half);
             share(keys, half, addresses_phase);
             load_rest(keys, half, rest);
             rest.advance();

@@ -112,6 +112,11 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
         hopper::mbarrier_wait(shared_address(&shared.piece_empty[slot.index]), slot.phase ^ 1);
         if (lane == 0) {
             shared.pieces[slot.index] = piece;
+            if (piece.more && !piece.starts_here) {
+                shared.first_part = piece;
+            } else if (piece.more && !piece.ends_here) {
+                shared.last_part = slot.index;
+            }
             hopper::mbarrier_arrive(shared_address(&shared.piece_full[slot.index]));
         }
         __syncwarp();

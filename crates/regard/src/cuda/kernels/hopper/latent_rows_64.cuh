@@ -362,6 +362,9 @@ struct RowConsumer : Consumer {
         if (!piece.is_whole()) {
             float *to = partial_row(piece, staged_row()) + first_dim();
             store_staged<float2>(to, present, factor, make_float2);
+            // Others read it.
+            hopper::tma_store_finish();
+            __syncwarp();
         } else {
             long long at = present ? out_row(piece, staged_row()) + first_dim() : 0;
             if (params.out_f32) {
@@ -379,17 +382,23 @@ struct RowConsumer : Consumer {
     __device__ __forceinline__ int staged_row() const { return 16 * warp + lane % 16; }
 
     // Outputs times their rows' factors, to where this lane's row begins. A warp stages a chunk of its 16 rows where
-    // the queries were, packed as pairs, and lanes copy a row each.
+    // the queries were, packed as pairs, and lanes copy a row each. When it returns, shared memory has been read.
     template <class Pair, class Output, class Pack>
     __device__ __forceinline__ void store_staged(Output *to, bool present, const float (&factor)[2], Pack pack) const {
         // Rows are apart so that a warp's stores to shared memory have no bank conflicts.
-        constexpr int PITCH = CHUNK_DIMS / 2 + 4; // pairs
-        static_assert(CONSUMER_THREADS / 32 * 16 * PITCH * (int)sizeof(Pair) <= ROWS * HEAD_DIM * 2,
-                      "in the place of queries");
-        int first = QUERY_OFFSET + (4 * warpgroup + warp) * 16 * PITCH * (int)sizeof(Pair);
-        Pair *staged = (Pair *)(dynamic_shared + first) + (lane >> 2) * PITCH + (lane & 3);
+        constexpr int PITCH = CHUNK_DIMS / 2 + 4, BYTES = 16 * PITCH * (int)sizeof(Pair), // of a warp's chunk
+            WARPS = CONSUMER_THREADS / 32;
+        // Each chunk has a place of its own if there is room.
+        constexpr int PLACES = OWN_CHUNKS * WARPS * BYTES <= ROWS * HEAD_DIM * 2 ? OWN_CHUNKS : 1;
+        static_assert(PLACES * WARPS * BYTES <= ROWS * HEAD_DIM * 2, "in the place of queries");
 #pragma unroll
         for (int i = 0; i < OWN_CHUNKS; i++) {
+            if (PLACES == 1 && i > 0) {
+                hopper::tma_store_wait();
+                __syncwarp();
+            }
+            int first = QUERY_OFFSET + (i % PLACES * WARPS + 4 * warpgroup + warp) * BYTES;
+            Pair *staged = (Pair *)(dynamic_shared + first) + (lane >> 2) * PITCH + (lane & 3);
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -402,13 +411,9 @@ struct RowConsumer : Consumer {
                 hopper::bulk_store(to + i * CHUNK_DIMS, base + first + lane * PITCH * (int)sizeof(Pair),
                                    CHUNK_DIMS * (int)sizeof(Output));
             hopper::tma_store_commit();
-            if (i + 1 < OWN_CHUNKS) {
-                hopper::tma_store_wait();
-            } else {
-                hopper::tma_store_finish();
-            }
-            __syncwarp();
         }
+        hopper::tma_store_wait();
+        __syncwarp();
     }
 };
 
@@ -430,10 +435,10 @@ static __device__ __forceinline__ void run_consumer(const AttentionParameters &p
             rows.run_odd(piece);
         }
         rows.finish(piece);
-        if (is_counted(params, piece)) {
+        if (is_counted(params)) {
             if (rows.warpgroup == 0) {
                 hopper::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_THREADS);
-                rows.finish_part(piece);
+                rows.count_part(piece);
             } else {
                 hopper::named_barrier_arrive(CONSUMERS_BARRIER, CONSUMER_THREADS);
             }

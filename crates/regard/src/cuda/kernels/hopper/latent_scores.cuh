@@ -148,9 +148,9 @@ template <class Rows> static __device__ __forceinline__ void run_scores(Rows &ro
         rows.begin(piece.tile);
         rows.run_tiles(piece);
         rows.finish_rows(piece);
-        if (is_counted(rows.params, piece)) {
+        if (is_counted(rows.params)) {
             hopper::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_THREADS);
-            rows.finish_part(piece);
+            rows.count_part(piece);
         }
         rows.pieces.release(rows.shared, rows.lane);
     }

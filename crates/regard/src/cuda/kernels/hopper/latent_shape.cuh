@@ -43,14 +43,14 @@ constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
 constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
 // Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
 // that the CTA has at launch.
-constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 216
+constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 208
                                 : !RECORDS           ? 160
                                 : ROWS == 16         ? 120
                                                      : 176,
               SCORE_REGISTERS = !RECORDS     ? 136
                                 : ROWS == 16 ? 208
                                              : 128,
-              PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 72
+              PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 88
                                    : !RECORDS           ? 56
                                    : ROWS == 16         ? 64
                                                         : 32,
@@ -133,7 +133,11 @@ struct Shared {
     unsigned long long addresses_full, addresses_empty;
 #endif
     unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1
-    int last;                               // whether this CTA is the last to finish its part of the tile
+    // The CTA's parts of tiles: of one that began before this CTA's work (`more`: if there is one), and which of `pieces`
+    // is one that does not end with it, or -1.
+    Piece first_part;
+    int last_part;
+    bool is_last; // CTA to finish a part of a tile
 };
 
 // Shared-memory layout.
@@ -255,9 +259,9 @@ struct PieceReader {
     }
 };
 
-// Whether a piece leaves a partial state, so that all consumers have to have stored it before it is counted.
-static __device__ __forceinline__ bool is_counted(const AttentionParameters &params, const Piece &piece) {
-    return !piece.is_whole() || params.stream_k.partial_ranges;
+// Whether `combine` waits for the parts of tiles. Else the CTA that is the last to finish a part of a tile combines them.
+static __device__ __forceinline__ bool is_counted(const AttentionParameters &params) {
+    return params.stream_k.partial_ranges;
 }
 
 } // namespace latent

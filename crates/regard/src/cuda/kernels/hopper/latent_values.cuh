@@ -32,7 +32,7 @@ template <class Rows> static __device__ __forceinline__ void run_values(Rows &ro
         rows.store_outputs(piece);
         __syncwarp();
         if (rows.lane == 0) hopper::mbarrier_arrive(shared_address(&shared.factor_empty));
-        if (is_counted(rows.params, piece)) hopper::named_barrier_arrive(CONSUMERS_BARRIER, CONSUMER_THREADS);
+        if (is_counted(rows.params)) hopper::named_barrier_arrive(CONSUMERS_BARRIER, CONSUMER_THREADS);
         rows.pieces.release(shared, rows.lane);
     }
 }
