@@ -60,7 +60,7 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
             mbarrier_init(shared.probs_empty[i], 4 * VALUE_WARPGROUPS);
         }
 #if LISTS
-        mbarrier_init(shared.addresses_full, 2);
+        mbarrier_init(shared.addresses_full, FINDERS);
         mbarrier_init(shared.addresses_empty, VALUE_WARPGROUPS);
 #endif
         for (int i = 0; i < PIECES; i++) {

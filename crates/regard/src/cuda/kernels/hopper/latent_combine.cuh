@@ -102,8 +102,8 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     if (params.lse.pointer && column == 0) store_lse(params, split.tile, head, token, finalized.lse);
 }
 
-// Combines the tiles that a CTA is the last to finish a part of. The scheduler and the loaders call this, when they have
-// no more work and all consumers have stored their parts: consumers would lack registers for their outputs.
+// Combines the tiles that a CTA is the last to finish a part of. The scheduler and the loaders call this, when they
+// have no more work and all consumers have stored their parts: consumers would lack registers for their outputs.
 static __device__ __forceinline__ void combine_parts(const AttentionParameters &params, Shared &shared) {
     int rank = blockIdx.x % CTAS_PER_TILE, thread = threadIdx.x - 32 * SCHEDULER_WARP;
 #pragma unroll 1
@@ -120,8 +120,8 @@ static __device__ __forceinline__ void combine_parts(const AttentionParameters &
             int end = min(piece.tile.rows, first_row_of_cta() + ROWS);
 #pragma unroll 1
             for (int row = first_row_of_cta() + thread / 32; row < end; row += PRODUCER_WARPS)
-                combine_row<1>(params, piece.tile, row, thread & 31, piece.first_part,
-                                              piece.last_part, element_out_type(params));
+                combine_row<1>(params, piece.tile, row, thread & 31, piece.first_part, piece.last_part,
+                               element_out_type(params));
         }
         hopper::named_barrier_sync(PART_BARRIER, 32 * PRODUCER_WARPS);
     }

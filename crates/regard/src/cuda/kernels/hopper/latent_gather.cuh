@@ -44,7 +44,7 @@ struct Gatherer : KeyLoader {
     struct EvenKeys {
         bool are_even;
         const int *list;
-        int start, end; // keys that the row sees
+        int start, end;                 // keys that the row sees
         unsigned long long at, rest_at; // of key 0
         long long stride, rest_stride;  // in bytes
     };

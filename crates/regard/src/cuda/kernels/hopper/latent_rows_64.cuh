@@ -6,7 +6,9 @@
 // the probabilities:
 //
 //     warpgroup 0   S0 = Q K0^T, softmax, P0 ---> O += P0 V0              O += P1 V1, S2 = Q K2^T, ...
-//     warpgroup 1        S1 = Q K1^T,    softmax, P1 ---> O += P0 V0, O += P1 V1, S3 = Q K3^T, ...
+//     warpgroup 1        S1 = Q K1^T,    O += P0 V0, softmax, P1 ---> O += P1 V1, S3 = Q K3^T, ...
+//
+// The softmax of warpgroup 1 runs beside its first products with values, or with lists before them.
 #pragma once
 #include "hopper/latent_consumer.cuh"
 
@@ -239,13 +241,13 @@ struct RowConsumer : Consumer {
     }
 
     // Issues O += P V; `multiply(out, step, values)` issues the products of 16 keys and a chunk.
-    template <class Multiply>
-    __device__ __forceinline__ void issue_values(const Piece &piece, const KeyTile &tile, Multiply multiply) {
+    template <class Multiply> __device__ __forceinline__ void issue_values(const Piece &piece, const KeyTile &tile,
+                                                                           bool waits, Multiply multiply) {
         zero_others(piece, tile.first_key, tile.chunks);
 #pragma unroll
         for (int i = 0; i < OWN_CHUNKS; i++) {
             PipelineState<CHUNKS> chunk = own_chunk(tile.chunks, i);
-            wait_chunk(chunk);
+            if (waits) wait_chunk(chunk);
             warpgroup_fence_operand(out[i]);
             hopper::wgmma_fence();
             SharedTile<KEYS> values = {chunk_address(base, chunk)};
@@ -255,9 +257,10 @@ struct RowConsumer : Consumer {
         }
     }
 
-    // With the probabilities of this warpgroup, in registers.
+    // With the probabilities of this warpgroup, in registers. Q K^T has waited for the chunks; with lists the kernel is
+    // 3% faster if this waits too.
     __device__ __forceinline__ void issue_own(const Piece &piece, const KeyTile &tile) {
-        issue_values(piece, tile, [&](float (&sum)[CHUNK_DIMS / 2], int step, unsigned long long values) {
+        issue_values(piece, tile, LISTS, [&](float (&sum)[CHUNK_DIMS / 2], int step, unsigned long long values) {
             const unsigned a[4] = {probs[4 * step], probs[4 * step + 1], probs[4 * step + 2], probs[4 * step + 3]};
             Wgmma<CHUNK_DIMS>::mma_rs(sum, a, values);
         });
@@ -265,7 +268,7 @@ struct RowConsumer : Consumer {
 
     // With those of the other warpgroup, in shared memory.
     __device__ __forceinline__ void issue_other(const Piece &piece, const KeyTile &tile) {
-        issue_values(piece, tile, [&](float (&sum)[CHUNK_DIMS / 2], int step, unsigned long long values) {
+        issue_values(piece, tile, true, [&](float (&sum)[CHUNK_DIMS / 2], int step, unsigned long long values) {
             Wgmma<CHUNK_DIMS>::mma_ss_transposed(sum, probabilities(tile).k_major(step), values);
         });
     }
@@ -311,7 +314,11 @@ struct RowConsumer : Consumer {
         }
     }
 
-    // K tiles of a piece, as warpgroup 1: softmax runs beside products of the K tile before.
+    // Whether warpgroup 1 issues the products with values of the other's K tile before the softmax of its own, so that
+    // they run beside it and release the K tile early. With lists, whose chunks take longer to arrive, it is slower.
+    static constexpr bool ISSUES_EARLY = !LISTS;
+
+    // K tiles of a piece, as warpgroup 1.
     __device__ __forceinline__ void run_odd(const Piece &piece) {
         int end = piece.end_tile(), key_tile = piece.first_tile();
 #pragma unroll 1
@@ -320,13 +327,19 @@ struct RowConsumer : Consumer {
             multiply_keys(own);
             wait_maxima();
             take_maxima();
+            if (ISSUES_EARLY) {
+                wait_probabilities();
+                issue_other(piece, other);
+            }
             float scale = mask_scores(piece.tile, own);
             Rescale rescale = update_max(scale);
 #pragma unroll
             for (int step = 0; step < SOFTMAX_STEPS; step++) exponentiate(step, scale);
             publish(own);
-            wait_probabilities();
-            issue_other(piece, other);
+            if (!ISSUES_EARLY) {
+                wait_probabilities();
+                issue_other(piece, other);
+            }
             finish_other(other);
             if (UNLIKELY(rescale.needed)) rescale_outputs(rescale.factor);
             issue_own(piece, own);
@@ -362,9 +375,6 @@ struct RowConsumer : Consumer {
         if (!piece.is_whole()) {
             float *to = partial_row(piece, staged_row()) + first_dim();
             store_staged<float2>(to, present, factor, make_float2);
-            // Others read it.
-            hopper::tma_store_finish();
-            __syncwarp();
         } else {
             long long at = present ? out_row(piece, staged_row()) + first_dim() : 0;
             if (params.out_f32) {
@@ -382,38 +392,35 @@ struct RowConsumer : Consumer {
     __device__ __forceinline__ int staged_row() const { return 16 * warp + lane % 16; }
 
     // Outputs times their rows' factors, to where this lane's row begins. A warp stages a chunk of its 16 rows where
-    // the queries were, packed as pairs, and lanes copy a row each. When it returns, shared memory has been read.
+    // the queries were, packed as pairs, so that its stores to global memory are of whole rows.
     template <class Pair, class Output, class Pack>
     __device__ __forceinline__ void store_staged(Output *to, bool present, const float (&factor)[2], Pack pack) const {
         // Rows are apart so that a warp's stores to shared memory have no bank conflicts.
         constexpr int PITCH = CHUNK_DIMS / 2 + 4, BYTES = 16 * PITCH * (int)sizeof(Pair), // of a warp's chunk
-            WARPS = CONSUMER_THREADS / 32;
-        // Each chunk has a place of its own if there is room.
-        constexpr int PLACES = OWN_CHUNKS * WARPS * BYTES <= ROWS * HEAD_DIM * 2 ? OWN_CHUNKS : 1;
-        static_assert(PLACES * WARPS * BYTES <= ROWS * HEAD_DIM * 2, "in the place of queries");
+            ROW_LANES = CHUNK_DIMS * (int)sizeof(Output) / 16;                            // that store a row
+        static_assert(CONSUMER_THREADS / 32 * BYTES <= ROWS * HEAD_DIM * 2, "in the place of queries");
+        unsigned char *staged = dynamic_shared + QUERY_OFFSET + (4 * warpgroup + warp) * BYTES;
+        unsigned long long own_row = present ? (unsigned long long)to : 0;
 #pragma unroll
         for (int i = 0; i < OWN_CHUNKS; i++) {
-            if (PLACES == 1 && i > 0) {
-                hopper::tma_store_wait();
-                __syncwarp();
-            }
-            int first = QUERY_OFFSET + (i % PLACES * WARPS + 4 * warpgroup + warp) * BYTES;
-            Pair *staged = (Pair *)(dynamic_shared + first) + (lane >> 2) * PITCH + (lane & 3);
+            Pair *pairs = (Pair *)staged + (lane >> 2) * PITCH + (lane & 3);
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll
                 for (int j = 0; j < CHUNK_DIMS / 8; j++)
-                    staged[8 * h * PITCH + 4 * j] = pack(__fmul_rn(out[i][4 * j + 2 * h], factor[h]),
-                                                         __fmul_rn(out[i][4 * j + 2 * h + 1], factor[h]));
-            hopper::fence_proxy_async();
+                    pairs[8 * h * PITCH + 4 * j] = pack(__fmul_rn(out[i][4 * j + 2 * h], factor[h]),
+                                                        __fmul_rn(out[i][4 * j + 2 * h + 1], factor[h]));
             __syncwarp();
-            if (lane < 16 && present)
-                hopper::bulk_store(to + i * CHUNK_DIMS, base + first + lane * PITCH * (int)sizeof(Pair),
-                                   CHUNK_DIMS * (int)sizeof(Output));
-            hopper::tma_store_commit();
+#pragma unroll
+            for (int first = 0; first < 16; first += 32 / ROW_LANES) {
+                int row = first + lane / ROW_LANES, part = lane % ROW_LANES * 16;
+                unsigned long long row_at = __shfl_sync(~0u, own_row, row);
+                if (row_at)
+                    *(uint4 *)(row_at + i * CHUNK_DIMS * (int)sizeof(Output) + part) =
+                        *(const uint4 *)(staged + row * PITCH * (int)sizeof(Pair) + part);
+            }
+            __syncwarp();
         }
-        hopper::tma_store_wait();
-        __syncwarp();
     }
 };
 

@@ -93,10 +93,12 @@ constexpr int STAGE_KEYS = KEYS / 2, STAGE_BYTES = STAGE_KEYS * RECORD_BYTES; //
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
 // Keys of lists and records are copied by each of them.
 constexpr bool MULTICAST = CTAS_PER_TILE > 1 && !LISTS && !RECORDS;
+// Warps that find listed keys and copy their rest, each a key per lane: the loader of the rest, and the scheduler.
+constexpr int FINDERS = KEYS / 32;
 // Arrivals at the barriers of loaded stages: one with TMA and of records, else one per thread of a warp; of the rest of
-// listed keys those of the two warps that copy it, and one more of each, when it has stored which keys exist. Half a K
+// listed keys those of the warps that copy it, and one more of each, when it has stored which keys exist. Half a K
 // tile of records is released by the score warps that have its keys, and by the value warps.
-constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1, REST_ARRIVALS = LISTS ? 66 : 1,
+constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1, REST_ARRIVALS = LISTS ? FINDERS * (32 + 1) : 1,
               RELEASE_ARRIVALS = RECORDS ? 2 + 4 * VALUE_WARPGROUPS : 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
@@ -128,13 +130,13 @@ struct Shared {
     // Keys of the K tile that exist and are seen: bit k for key k.
     union {
         unsigned long long of_tile;
-        unsigned of_half[2];
+        unsigned of_half[FINDERS];
     } present[REST_STAGES];
     unsigned long long addresses_full, addresses_empty;
 #endif
     unsigned char rescales[PROB_STAGES][4]; // per warp that has scores: whether a factor is not 1
-    // The CTA's parts of tiles: of one that began before this CTA's work (`more`: if there is one), and which of `pieces`
-    // is one that does not end with it, or -1.
+    // The CTA's parts of tiles: of one that began before this CTA's work (`more`: if there is one), and which of
+    // `pieces` is one that does not end with it, or -1.
     Piece first_part;
     int last_part;
     bool is_last; // CTA to finish a part of a tile
@@ -259,7 +261,8 @@ struct PieceReader {
     }
 };
 
-// Whether `combine` waits for the parts of tiles. Else the CTA that is the last to finish a part of a tile combines them.
+// Whether `combine` waits for the parts of tiles. Else the CTA that is the last to finish a part of a tile combines
+// them.
 static __device__ __forceinline__ bool is_counted(const AttentionParameters &params) {
     return params.stream_k.partial_ranges;
 }
