@@ -244,6 +244,10 @@ struct BenchArguments {
         conflicts_with = "from"
     )]
     layers: Option<u32>,
+    /// Seconds to pause before each timed graph: a GPU that works without pause comes to its power
+    /// limit (CUDA only)
+    #[arg(long, value_name = "S", value_parser = seconds, conflicts_with = "from")]
+    pause: Option<f64>,
     /// Measure every shape with each of these numbers of threads, with the same operands (CPU only)
     #[arg(
         long,
@@ -465,6 +469,7 @@ fn measure(arguments: &BenchArguments) -> Result<u8, Stop> {
             time: Duration::from_secs_f64(arguments.seconds),
             repetitions: arguments.repeat,
             wait: Duration::from_secs_f64(arguments.wait),
+            pause: arguments.pause.map(Duration::from_secs_f64),
             rows: arguments.rows,
         },
         scaling: &arguments.scaling,

@@ -309,6 +309,15 @@ fn several_numbers_of_threads_are_measured_with_the_same_operands() {
 }
 
 #[test]
+fn options_of_other_devices_are_refused() {
+    let shape = ["--shape", "hq=1 d=16 lq=1", "--dtype", "f32"];
+    for option in [["--layers", "4"], ["--pause", "0.5"]] {
+        let message = format!("`{}` is {}; allowed: on --device cuda only", option[0], option[1]);
+        failed(&quick(&[&shape[..], &option].concat()), 2, &[&message]);
+    }
+}
+
+#[test]
 fn result_files_that_make_no_sense_are_refused() {
     let record = |change: (&str, Value)| {
         let mut record = json!({

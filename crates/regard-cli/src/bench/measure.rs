@@ -22,6 +22,8 @@ pub struct Effort {
     pub repetitions: usize,
     /// Maximum wait until other processes are idle.
     pub wait: Duration,
+    /// Pause before each timed graph. On CUDA.
+    pub pause: Option<Duration>,
     /// Rows that the oracle computes.
     pub rows: usize,
 }
@@ -359,7 +361,7 @@ mod tests {
             models: false,
         });
         let wait = Duration::ZERO;
-        let effort = Effort { time: Duration::ZERO, repetitions: 4, wait, rows: 4 };
+        let effort = Effort { time: Duration::ZERO, repetitions: 4, wait, pause: None, rows: 4 };
         for (target, has_exact) in [(exact, false), (bounded, true)] {
             let Ok(records) = measure(&target, &settings, &effort) else {
                 panic!("it runs and is right");

@@ -155,7 +155,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         }
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         case::Target::Metal => {
-            expect_no_layers(request)?;
+            expect_no_cuda(request)?;
             expect_no_scaling(request)?;
             metal::measured(request)
         }
@@ -195,16 +195,20 @@ fn expect_no_scaling(request: &Request) -> Result<(), Stop> {
     }
 }
 
-/// Only NVIDIA GPUs have the schedule of a step.
-fn expect_no_layers(request: &Request) -> Result<(), Stop> {
-    match request.layers {
-        Some(layers) => Err(Error::argument("--layers", layers, "on --device cuda only").into()),
+/// Only NVIDIA GPUs have the schedule of a step, and graphs to pause between.
+fn expect_no_cuda(request: &Request) -> Result<(), Stop> {
+    let allowed = "on --device cuda only";
+    if let Some(layers) = request.layers {
+        return Err(Error::argument("--layers", layers, allowed).into());
+    }
+    match request.effort.pause {
+        Some(pause) => Err(Error::argument("--pause", pause.as_secs_f64(), allowed).into()),
         None => Ok(()),
     }
 }
 
 fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>, usize), Stop> {
-    expect_no_layers(request)?;
+    expect_no_cuda(request)?;
     let targets = targets(request, &NAMED, Place::Cpu)?;
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));

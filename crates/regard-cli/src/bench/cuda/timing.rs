@@ -64,6 +64,9 @@ pub fn time(
     let count = (rounds * copies).min(MAX_LAUNCHES.next_multiple_of(copies));
     let graph = capture(bench, count, &launch)?;
     let sample = || {
+        if let Some(pause) = effort.pause {
+            std::thread::sleep(pause);
+        }
         let all = seconds(bench, || {
             graph.launch().map_err(|error| driver_error("launching a graph", error))
         })?;
