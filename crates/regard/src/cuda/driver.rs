@@ -155,6 +155,10 @@ pub(super) fn encode(
         true => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
         false => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
+    let promotion = match described.fetches_256_bytes() {
+        true => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        false => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+    };
     // SAFETY: the driver writes 128 bytes, aligned as it wants them, and reads four dimensions,
     // three strides, and boxes of four dimensions.
     let status = unsafe {
@@ -169,7 +173,7 @@ pub(super) fn encode(
             [1; 4].as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            promotion,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };
