@@ -155,7 +155,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         }
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         case::Target::Metal => {
-            expect_no_cuda(request)?;
+            expect_no_cuda_options(request)?;
             expect_no_scaling(request)?;
             metal::measured(request)
         }
@@ -195,8 +195,8 @@ fn expect_no_scaling(request: &Request) -> Result<(), Stop> {
     }
 }
 
-/// Only NVIDIA GPUs have the schedule of a step, and graphs to pause between.
-fn expect_no_cuda(request: &Request) -> Result<(), Stop> {
+/// Only on NVIDIA GPUs is there the schedule of a step, and are there graphs to pause between.
+fn expect_no_cuda_options(request: &Request) -> Result<(), Stop> {
     let allowed = "on --device cuda only";
     if let Some(layers) = request.layers {
         return Err(Error::argument("--layers", layers, allowed).into());
@@ -208,7 +208,7 @@ fn expect_no_cuda(request: &Request) -> Result<(), Stop> {
 }
 
 fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>, usize), Stop> {
-    expect_no_cuda(request)?;
+    expect_no_cuda_options(request)?;
     let targets = targets(request, &NAMED, Place::Cpu)?;
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));
