@@ -15,7 +15,7 @@ if [ ! -x "$folder/bin/clang-format" ]; then
     "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --only-binary=:all: "clang-format==$version"
 fi
 # parameters.cuh is generated (`regard::params`).
-mapfile -t files < <(find crates/regard/src/cuda/kernels \( -name '*.cu' -o -name '*.cuh' \) ! -name parameters.cuh | sort)
+mapfile -t files < <(find crates/regard/src/cuda/kernels crates/regard-nccl/src/peer \( -name '*.cu' -o -name '*.cuh' \) ! -name parameters.cuh | sort)
 if ! awk 'length($0) > 120 { print FILENAME ":" FNR ": wider than 120 columns"; wide = 1 } END { exit wide }' \
     crates/regard/src/metal/kernels/*.metal; then
     exit 1

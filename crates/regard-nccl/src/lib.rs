@@ -6,8 +6,8 @@
 //! - [`HeadParallel`]: the rows are spread over ranks, and heads are while they are computed.
 //!
 //! All of them are written over a [`Device`] and a [`Transport`]. The `nccl` module has both for
-//! NVIDIA GPUs: one process per GPU, or one thread per GPU of a process. [`Simulated`] is a group
-//! of threads over the host's memory, on which the same code runs without a GPU:
+//! NVIDIA GPUs: one process per GPU, or one thread per GPU of a process. The `peer` module has a
+//! faster transport for the GPUs of one host. [`Simulated`] is a group of threads over the host's memory, on which the same code runs without a GPU:
 //!
 //! ```
 //! use regard::cpu::Cpu;
@@ -53,6 +53,8 @@ mod device;
 mod heads;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+#[cfg(feature = "nccl")]
+pub mod peer;
 mod rank;
 mod ring;
 mod sharding;

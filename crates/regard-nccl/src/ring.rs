@@ -93,11 +93,63 @@ impl<B> Reserved<B> {
     }
 }
 
+/// Memory for keys and values of other ranks, in two turns: keys, then values. It is the
+/// transport's, or else the device's.
+#[derive(Debug)]
+struct Incoming<B> {
+    inbox: Option<Span>,
+    own: Reserved<B>,
+    /// Bytes of the keys, and of the values, of a turn.
+    key_bytes: usize,
+    value_bytes: usize,
+}
+
+impl<B> Incoming<B> {
+    /// Makes room for shares of any rank.
+    fn prepare<D: Device<Buffer = B>, T: Transport<Queue = D::Queue>>(
+        &mut self,
+        rank: &Rank<D, T>,
+        problem: &Problem,
+        ring: &Ring,
+        planned: &Planned,
+    ) -> Result<(), Error> {
+        const ALIGNMENT: usize = 256;
+        let most_keys = (0..ring.ranks).map(|rank| ring.key_count(rank)).max().unwrap_or(0);
+        let rows = most_keys.saturating_mul(ring.entries.unwrap_or(1));
+        let bytes = |dim: usize| {
+            let row_bytes = problem.kv_heads.saturating_mul(dim * problem.dtype.size());
+            rows.saturating_mul(row_bytes).div_ceil(ALIGNMENT).saturating_mul(ALIGNMENT)
+        };
+        (self.key_bytes, self.value_bytes) = (bytes(problem.head_dim), bytes(problem.value_dim));
+        // The keys of the first step are the caller's.
+        let turns = planned.steps.len().saturating_sub(1).min(2);
+        let bytes = self.key_bytes.saturating_add(self.value_bytes).saturating_mul(turns);
+        let inbox = match bytes {
+            0 => None,
+            _ => rank.transport.inbox(rank.device.compute(), bytes)?,
+        };
+        self.inbox = inbox;
+        match inbox {
+            Some(_) => Ok(()),
+            None => self.own.reserve(bytes, |bytes| rank.device.allocate(bytes)),
+        }
+    }
+
+    /// The addresses of the keys and the values of a step.
+    fn addresses<D: Device<Buffer = B>>(&mut self, device: &D, step: usize) -> (u64, u64) {
+        let base = match self.inbox {
+            Some(inbox) => inbox.address,
+            None => device.address(&mut self.own.buffer),
+        };
+        let keys = base + (step % 2 * (self.key_bytes + self.value_bytes)) as u64;
+        (keys, keys + self.key_bytes as u64)
+    }
+}
+
 #[derive(Debug)]
 struct Buffers<B, W> {
-    /// Keys and values of the other ranks, in turns.
-    keys: [Reserved<B>; 2],
-    values: [Reserved<B>; 2],
+    /// Keys and values of the other ranks.
+    incoming: Incoming<B>,
     /// Outputs of the parts and their log-sum-exps: of each group `[parts, rows, Hq, Dv]`. A part
     /// that does not exist for a row has a log-sum-exp of minus infinity.
     parts: Reserved<B>,
@@ -111,8 +163,7 @@ impl<B, W> Buffers<B, W> {
     fn new<D: Device<Buffer = B, Workspace = W>>(device: &D) -> Result<Buffers<B, W>, Error> {
         let empty = || device.allocate(0).map(Reserved::empty);
         Ok(Buffers {
-            keys: [empty()?, empty()?],
-            values: [empty()?, empty()?],
+            incoming: Incoming { inbox: None, own: empty()?, key_bytes: 0, value_bytes: 0 },
             parts: empty()?,
             part_lse: empty()?,
             tables: empty()?,
@@ -121,24 +172,16 @@ impl<B, W> Buffers<B, W> {
     }
 
     /// Makes room for a rank's calls, and writes their tables.
-    fn prepare<D: Device<Buffer = B, Workspace = W>>(
+    fn prepare<D: Device<Buffer = B, Workspace = W>, T: Transport<Queue = D::Queue>>(
         &mut self,
-        device: &D,
+        rank: &Rank<D, T>,
         problem: &Problem,
         ring: &Ring,
         planned: &Planned,
     ) -> Result<(), Error> {
-        let most_keys = (0..ring.ranks).map(|rank| ring.key_count(rank)).max().unwrap_or(0);
-        let key_rows = most_keys.saturating_mul(ring.entries.unwrap_or(1));
-        let row_bytes = |dim: usize| problem.kv_heads.saturating_mul(dim * problem.dtype.size());
+        self.incoming.prepare(rank, problem, ring, planned)?;
+        let device = &rank.device;
         let allocate = |bytes| device.allocate(bytes);
-        for turn in 0..2 {
-            // The keys of the first step are the caller's.
-            let rows = if turn + 1 < planned.steps.len() { key_rows } else { 0 };
-            let bytes = |dim| rows.saturating_mul(row_bytes(dim));
-            self.keys[turn].reserve(bytes(problem.head_dim), allocate)?;
-            self.values[turn].reserve(bytes(problem.value_dim), allocate)?;
-        }
         let part_rows = planned.part_rows() * problem.query_heads;
         let part_bytes = part_rows.saturating_mul(problem.value_dim * problem.dtype.size());
         self.parts.reserve(part_bytes, allocate)?;
@@ -218,7 +261,7 @@ impl<D: Device> RingPrefill<D> {
         let (sequences, entries) = stored(&self.problem, sequences);
         let ring = Ring { sequences, entries, ..self.ring };
         let planned = Planned::new(&rank.device, &self.problem, &ring, self.rank)?;
-        self.buffers.prepare(&rank.device, &self.problem, &ring, &planned)?;
+        self.buffers.prepare(rank, &self.problem, &ring, &planned)?;
         (self.ring, self.planned) = (ring, planned);
         Ok(())
     }
@@ -232,7 +275,7 @@ impl<D: Device> RingPrefill<D> {
         let ring = Ring { sequences, entries, ranks, variant: problem.variant };
         let planned = Planned::new(device, problem, &ring, rank.transport.rank())?;
         let mut buffers = Buffers::new(device)?;
-        buffers.prepare(device, problem, &ring, &planned)?;
+        buffers.prepare(rank, problem, &ring, &planned)?;
         let (problem, rank) = (problem.clone(), rank.transport.rank());
         Ok(RingPrefill { problem, ring, rank, planned, buffers })
     }
@@ -309,12 +352,10 @@ impl<D: Device> RingPrefill<D> {
         let source = self.planned.steps[number + 1].source;
         let tokens = self.ring.entries.unwrap_or(1) * self.ring.key_count(source);
         let row_bytes = self.problem.kv_heads * self.problem.dtype.size();
-        let span = |reserved: &mut Reserved<D::Buffer>, dim: usize| Span {
-            address: device.address(&mut reserved.buffer),
-            bytes: tokens * row_bytes * dim,
-        };
-        let received_keys = span(&mut self.buffers.keys[number % 2], self.problem.head_dim);
-        let received_values = span(&mut self.buffers.values[number % 2], self.problem.value_dim);
+        let (key_address, value_address) = self.buffers.incoming.addresses(device, number);
+        let span = |address, dim| Span { address, bytes: tokens * row_bytes * dim };
+        let received_keys = span(key_address, self.problem.head_dim);
+        let received_values = span(value_address, self.problem.value_dim);
         let to_next = |span| Message { peer: (self.rank + 1) % ranks, span };
         let from_previous = |span| Message { peer: (self.rank + ranks - 1) % ranks, span };
         let sends = [to_next(keys), to_next(values)];

@@ -93,6 +93,20 @@ pub trait Transport {
     /// number of ranks.
     unsafe fn all_to_all(&self, queue: &Self::Queue, exchanges: &[Exchange]) -> Result<(), Error>;
 
+    /// Memory of the transport for messages to this rank, of at least `bytes` bytes: they arrive
+    /// there without a copy. `None` if messages arrive equally well anywhere. For setting up: every
+    /// rank asks for as many bytes. It lives as long as the transport, and may be returned again.
+    ///
+    /// In an exchange that receives into it, every rank sends one message for each that it
+    /// receives, and message k arrives at the same place of this memory on every rank.
+    ///
+    /// # Errors
+    /// As [`Transport::exchange`]; if memory does not suffice.
+    fn inbox(&self, queue: &Self::Queue, bytes: usize) -> Result<Option<Span>, Error> {
+        let _ = (queue, bytes);
+        Ok(None)
+    }
+
     /// Gathers bytes of the host's memory, as many on every rank, and waits for them. For setting
     /// up: it may allocate.
     ///
@@ -106,6 +120,55 @@ pub trait Transport {
     /// If it is not done within the [timeout](Transport::timeout), or the transport or the device
     /// fails.
     fn wait(&self, queue: &Self::Queue) -> Result<(), Error>;
+}
+
+/// A transport that is selected when the program runs.
+impl<T: Transport + ?Sized> Transport for Box<T> {
+    type Queue = T::Queue;
+
+    fn rank(&self) -> usize {
+        (**self).rank()
+    }
+
+    fn size(&self) -> usize {
+        (**self).size()
+    }
+
+    fn timeout(&self) -> Duration {
+        (**self).timeout()
+    }
+
+    unsafe fn exchange(
+        &self,
+        queue: &T::Queue,
+        sends: &[Message],
+        receives: &[Message],
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).exchange(queue, sends, receives) }
+    }
+
+    unsafe fn all_gather(&self, queue: &T::Queue, part: Span, all: Span) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).all_gather(queue, part, all) }
+    }
+
+    unsafe fn all_to_all(&self, queue: &T::Queue, exchanges: &[Exchange]) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).all_to_all(queue, exchanges) }
+    }
+
+    fn inbox(&self, queue: &T::Queue, bytes: usize) -> Result<Option<Span>, Error> {
+        (**self).inbox(queue, bytes)
+    }
+
+    fn all_gather_host(&self, queue: &T::Queue, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        (**self).all_gather_host(queue, bytes)
+    }
+
+    fn wait(&self, queue: &T::Queue) -> Result<(), Error> {
+        (**self).wait(queue)
+    }
 }
 
 /// The error of an exchange with a rank.

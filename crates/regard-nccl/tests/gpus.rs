@@ -1,73 +1,19 @@
-//! The laws of several ranks on GPUs, over NCCL: n GPUs give what the oracle does.
+//! The laws of several ranks on GPUs, over NCCL and over peer memory: n GPUs give what the oracle does.
 //!
 //! With fewer than two GPUs, or without NCCL, the tests pass and print SKIPPED. With
 //! `REGARD_CUDA_REQUIRED` set they fail.
 
 #![cfg(feature = "nccl")]
 
+mod peers;
 mod support;
 
-use regard::cuda::cudarc::driver::{CudaContext, result};
-use regard::cuda::gpus;
 use regard::oracle::Judge;
 use regard::{DType, KeyLayout, Problem, Window, bf16, f16};
-use regard_nccl::nccl::{DeviceBuffer, GpuRank, GroupId, Nccl, Options as NcclOptions};
-use regard_nccl::{Device, Queries, Rank, RingPrefill, RingSequence};
-use std::sync::{Mutex, MutexGuard};
+use regard_nccl::{Queries, RingPrefill, RingSequence};
+use support::gpus::{all_gpus, on_gpus};
 use support::ring::{CAUSAL, Law, Options, Whole};
-use support::{Number, TIMEOUT, TestDevice, decode, ring};
-
-type GpuRanks = Rank<GpuRank, Nccl>;
-
-impl TestDevice for GpuRank {
-    fn read(&self, buffer: &mut DeviceBuffer, bytes: &mut [u8]) {
-        let address = self.address(buffer);
-        self.gpu().context().bind_to_thread().unwrap();
-        // SAFETY: the buffer has as many bytes, and all work on it is done.
-        unsafe { result::memcpy_dtoh_sync(bytes, address) }.unwrap();
-    }
-}
-
-/// One group at a time.
-static GROUP: Mutex<()> = Mutex::new(());
-
-/// The number of GPUs, of at least two, and the right to use them.
-fn all_gpus() -> Option<(usize, MutexGuard<'static, ()>)> {
-    let count = gpus().map(|gpus| gpus.len()).map_err(|error| error.to_string());
-    let version = Nccl::version().map_err(|error| error.to_string());
-    let reason = match (count, version) {
-        (Ok(count), Ok(_)) if count > 1 => {
-            return Some((count, GROUP.lock().unwrap_or_else(|poisoned| poisoned.into_inner())));
-        }
-        (Ok(count), Ok(_)) => format!("{count} GPUs"),
-        (Err(reason), _) | (_, Err(reason)) => reason,
-    };
-    let required = std::env::var_os("REGARD_CUDA_REQUIRED").is_some();
-    assert!(!required, "REGARD_CUDA_REQUIRED is set, and there are no two GPUs: {reason}");
-    println!("SKIPPED: needs two GPUs and NCCL: {reason}");
-    None
-}
-
-/// Runs `work` on every GPU, each on a thread; results in the order of ranks.
-fn on_gpus<R: Send>(count: usize, work: impl Fn(GpuRanks) -> R + Sync) -> Vec<R> {
-    let (work, id) = (&work, GroupId::new().unwrap());
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count)
-            .map(|number| {
-                scope.spawn(move || {
-                    let context = CudaContext::new(number).unwrap();
-                    // SAFETY: the tests wait for the stream before they read.
-                    unsafe { context.disable_event_tracking() };
-                    let stream = context.new_stream().unwrap();
-                    let options = NcclOptions { timeout: TIMEOUT, ..NcclOptions::default() };
-                    let transport = Nccl::join(&stream, id, (number, count), &options).unwrap();
-                    work(Rank { device: GpuRank::new(stream).unwrap(), transport })
-                })
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
+use support::{Number, decode, ring};
 
 /// A law of ring prefill, and its operands.
 struct RingCase<T> {

@@ -9,6 +9,7 @@
 //! not every check builds again.
 
 mod compile;
+mod exchange;
 mod nvrtc;
 mod ptx;
 mod ptxas;
@@ -207,8 +208,15 @@ pub fn run(command: &Command, packages: &[Package]) -> Result<()> {
         }
         Command::Build(selection) | Command::Check { selection, .. } => selection,
     };
-    let selected = selection.packages(packages)?;
+    let exchange = selection.only.as_deref().is_none_or(|pattern| exchange::NAME.contains(pattern));
+    let selected = match selection.packages(packages) {
+        Err(_) if exchange => Vec::new(),
+        selected => selected?,
+    };
     let tools = Tools::obtain()?;
+    if exchange {
+        exchange::run(matches!(command, Command::Build(_)), &selection.architectures(), &tools)?;
+    }
     for Package { name, modules } in selected {
         let folders = Folders::for_package(name);
         println!("{name}: {}", counted(modules.len(), "module"));

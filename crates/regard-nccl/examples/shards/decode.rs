@@ -1,7 +1,8 @@
 //! Sharded decode beside one GPU.
 
 use crate::measure::{
-    DIM, Error, HEADS, KV_HEADS, Operand, Ranks, SCALE, SIZE, as_bytes, difference, from_bytes,
+    DIM, Error, HEADS, KV_HEADS, Operand, Ranks, Runs, SCALE, SIZE, as_bytes, difference,
+    from_bytes,
 };
 use regard::cuda::DeviceMemory;
 use regard::{Attention, DType, Inputs, Outputs, Plan, Problem, Tensor, TensorMut, bf16};
@@ -12,9 +13,8 @@ struct Decode<'a> {
     ranks: &'a Ranks,
     keys: usize,
     batch: usize,
-    /// Steps per graph. They follow each other, so that ranks that start a graph at different times
-    /// do not count.
-    repeats: usize,
+    /// Steps of a sample.
+    runs: Runs,
     /// The queries of all heads.
     q: Operand,
 }
@@ -28,9 +28,9 @@ pub fn decode(ranks: &Ranks, keys: usize, batch: usize) -> Result<(), Error> {
     let (count, number) = (ranks.count(), ranks.number());
     let bytes = keys * batch * KV_HEADS * DIM * SIZE;
     let rows = HEADS * batch * DIM;
-    let repeats = (100_000_000_000 / bytes).clamp(16, 200);
+    let runs = Runs::Graph((100_000_000_000 / bytes).clamp(16, 200));
     let q = Operand::random(ranks, 1, &[(0, rows)])?;
-    let decode = Decode { ranks, keys, batch, repeats, q };
+    let decode = Decode { ranks, keys, batch, runs, q };
     let mut whole = Operand::new(&ranks.stream, rows)?;
     let one = if number == 0 { decode.whole(&mut whole)? } else { 0.0 };
     ranks.gather(&[0])?;
@@ -109,7 +109,7 @@ impl Decode<'_> {
         let mut workspace = device.workspace(plan.workspace_bytes())?;
         let (shape, strides) = ([batch, 1, HEADS, DIM], self.strides());
         let inputs = Inputs::new(self.queries()?, k.tensor(&kv)?, v.tensor(&kv)?, attention());
-        ranks.time(self.repeats, lse.is_none(), || {
+        ranks.time(self.runs, lse.is_none(), || {
             // SAFETY: there is room for the outputs, which are read when the work is done.
             unsafe {
                 let lse = lse
@@ -134,7 +134,7 @@ impl Decode<'_> {
         let q = Operand::random(ranks, 1, &[(number * rows, rows)])?;
         let mut out = Operand::new(&ranks.stream, rows)?;
         let mut sharded = ShardedDecode::new(&ranks.rank, &self.problem(shard), queries)?;
-        let seconds = ranks.time(self.repeats, false, || {
+        let seconds = ranks.time(self.runs, false, || {
             let step = DecodeStep {
                 q: match queries {
                     Queries::Sharded => q.tensor(&[heads, batch, 1, DIM])?,

@@ -1,7 +1,7 @@
 //! Head-parallel prefill beside one GPU.
 
 use crate::measure::{
-    DIM, Error, HEADS, KV_HEADS, Operand, Ranks, SCALE, as_bytes, difference, from_bytes,
+    DIM, Error, HEADS, KV_HEADS, Operand, Ranks, Runs, SCALE, as_bytes, difference, from_bytes,
 };
 use regard::cuda::DeviceMemory;
 use regard::{Attention, DType, Inputs, Outputs, Plan, Problem, Tensor, TensorMut, Variant};
@@ -41,7 +41,7 @@ pub fn heads(ranks: &Ranks, len: usize) -> Result<(), Error> {
     let (q, k, v) = (own(1, HEADS)?, own(2, KV_HEADS)?, own(3, KV_HEADS)?);
     let mut out = Operand::new(&ranks.stream, HEADS * rows * DIM)?;
     let mut parallel = HeadParallel::new(&ranks.rank, &problem)?;
-    let many = ranks.time(1, false, || {
+    let many = ranks.time(Runs::of_prefill(len), false, || {
         let step = HeadStep {
             q: q.tensor(&[HEADS, rows, DIM])?,
             k: k.tensor(&[KV_HEADS, rows, DIM])?,
@@ -83,7 +83,7 @@ fn whole_on_one(ranks: &Ranks, problem: &Problem, out: &Operand) -> Result<f64, 
     let plan = Plan::new(problem, device.machine())?;
     device.load(&plan)?;
     let mut workspace = device.workspace(plan.workspace_bytes())?;
-    ranks.time(1, true, || {
+    ranks.time(Runs::of_prefill(problem.query_len), true, || {
         let inputs = Inputs::new(
             q.tensor(&[1, HEADS, len, DIM])?.bhsd(),
             k.tensor(&[1, KV_HEADS, len, DIM])?.bhsd(),

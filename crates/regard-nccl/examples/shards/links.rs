@@ -1,6 +1,6 @@
 //! Exchanges by themselves, and a rank that ends.
 
-use crate::measure::{DIM, Error, HEADS, Operand, Ranks, SIZE};
+use crate::measure::{DIM, Error, HEADS, Operand, Ranks, Runs, SIZE};
 use regard_nccl::{Exchange, Message, Span, Transport};
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ pub fn links(ranks: &Ranks) -> Result<(), Error> {
     let (from, to) =
         (Operand::new(&ranks.stream, max_bytes)?, Operand::new(&ranks.stream, max_bytes)?);
     let span = |operand: &Operand, bytes| Span { address: operand.address, bytes };
-    for batch in [1, 8, 64, 256] {
+    for batch in [1, 8, 64, 128, 256, 512] {
         let (q, rows) = (HEADS * batch * DIM * SIZE, HEADS * batch);
-        let gathered = ranks.time(20, false, || {
+        let gathered = ranks.time(Runs::Graph(200), false, || {
             // SAFETY: the memory is larger.
             unsafe {
                 transport.all_gather(&ranks.stream, span(&from, q / count), span(&to, q))?;
@@ -25,7 +25,7 @@ pub fn links(ranks: &Ranks) -> Result<(), Error> {
             let span = |operand: &Operand| Span { address: operand.address + at, bytes };
             Exchange { from: span(&from), to: span(&to) }
         });
-        let exchanged = ranks.time(20, false, || {
+        let exchanged = ranks.time(Runs::Graph(200), false, || {
             // SAFETY: the memory is larger.
             unsafe { transport.all_to_all(&ranks.stream, &parts)? };
             Ok(())
@@ -36,12 +36,14 @@ pub fn links(ranks: &Ranks) -> Result<(), Error> {
             exchanged * 1e6
         ));
     }
-    for mib in [16, 64, 128, 256, 512] {
+    let inbox = transport.inbox(&ranks.stream, max_bytes * SIZE)?;
+    let arrival = inbox.map_or(to.address, |inbox| inbox.address);
+    for mib in [16, 32, 64, 128, 256, 512] {
         let message =
-            |operand: &Operand, peer: usize| Message { peer, span: span(operand, mib << 20) };
-        let sends = [message(&from, (number + 1) % count)];
-        let receives = [message(&to, (number + count - 1) % count)];
-        let seconds = ranks.time(1, false, || {
+            |address, peer: usize| Message { peer, span: Span { address, bytes: mib << 20 } };
+        let sends = [message(from.address, (number + 1) % count)];
+        let receives = [message(arrival, (number + count - 1) % count)];
+        let seconds = ranks.time(Runs::Queued(20), false, || {
             // SAFETY: the memory is as large.
             unsafe { transport.exchange(&ranks.stream, &sends, &receives)? };
             Ok(())

@@ -9,7 +9,7 @@
 //! shards dead                     a rank ends: the others report it
 //! ```
 //!
-//! All GPUs take part, one thread each. With `--rank R --ranks N --id FILE` a process is one rank,
+//! Exchanges go by NCCL; with `--peers` by peer memory. All GPUs take part, one thread each. With `--rank R --ranks N --id FILE` a process is one rank,
 //! on GPU R; rank 0 writes the file.
 
 mod decode;
@@ -18,16 +18,20 @@ mod links;
 mod measure;
 mod prefill;
 
-use measure::{Error, Ranks};
+use measure::{Error, Link, Ranks};
 use regard::cuda::cudarc::driver::CudaContext;
 use regard::cuda::gpus;
 use regard_nccl::Rank;
 use regard_nccl::nccl::{GpuRank, GroupId, Nccl, Options};
+use regard_nccl::peer::{PeerMemory, PeerOptions};
 use std::sync::Arc;
 use std::time::Duration;
 
 fn main() -> Result<(), Error> {
     let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    let given = arguments.len();
+    arguments.retain(|argument| argument != "--peers");
+    let peers = arguments.len() < given;
     let mut option = |name: &str| {
         let at = arguments.iter().position(|argument| argument == name)?;
         let mut taken = arguments.drain(at..(at + 2).min(arguments.len()));
@@ -51,7 +55,7 @@ fn main() -> Result<(), Error> {
                 GroupId::from_bytes(bytes)
             }
         };
-        return work(rank, ranks.parse()?, id, &arguments);
+        return work(rank, ranks.parse()?, id, peers, &arguments);
     }
     let count = match ranks {
         Some(ranks) => ranks.parse()?,
@@ -60,25 +64,37 @@ fn main() -> Result<(), Error> {
     let id = GroupId::new()?;
     let arguments = &arguments;
     std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            (0..count).map(|rank| scope.spawn(move || work(rank, count, id, arguments))).collect();
+        let threads: Vec<_> = (0..count)
+            .map(|rank| scope.spawn(move || work(rank, count, id, peers, arguments)))
+            .collect();
         threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a rank panicked")?)
     })
 }
 
 /// The work of one rank.
-fn work(number: usize, count: usize, id: GroupId, arguments: &[String]) -> Result<(), Error> {
+fn work(
+    number: usize,
+    count: usize,
+    id: GroupId,
+    peers: bool,
+    arguments: &[String],
+) -> Result<(), Error> {
     let context = CudaContext::new(number)?;
     // SAFETY: everything is queued on streams that are ordered by hand.
     unsafe { context.disable_event_tracking() };
     let stream = context.new_stream()?;
     let mode = arguments.first().map_or("", String::as_str);
     let timeout = Duration::from_secs(if mode == "dead" { 5 } else { 60 });
-    let options = Options { timeout, ..Options::default() };
-    let transport = Nccl::join(&stream, id, (number, count), &options)?;
-    let ranks =
-        Ranks { rank: Rank { device: GpuRank::new(Arc::clone(&stream))?, transport }, stream };
-    ranks.say(&format!("{count} ranks, NCCL {}", Nccl::version()?));
+    let nccl = Options { timeout, ..Options::default() };
+    let options = PeerOptions { nccl, ..PeerOptions::default() };
+    let transport: Link = match peers {
+        true => Box::new(PeerMemory::join(&stream, id, (number, count), &options)?),
+        false => Box::new(Nccl::join(&stream, id, (number, count), &nccl)?),
+    };
+    let device = GpuRank::new(Arc::clone(&stream))?;
+    let ranks = Ranks { rank: Rank { device, transport }, stream };
+    let name = if peers { "peer memory and NCCL" } else { "NCCL" };
+    ranks.say(&format!("{count} ranks, {name} {}", Nccl::version()?));
     let number = |i: usize, default: usize| -> Result<usize, Error> {
         Ok(arguments.get(i).map(|text| text.parse()).transpose()?.unwrap_or(default))
     };
@@ -88,8 +104,6 @@ fn work(number: usize, count: usize, id: GroupId, arguments: &[String]) -> Resul
         "heads" => heads::heads(&ranks, number(1, 1 << 17)?),
         "links" => links::links(&ranks),
         "dead" => links::dead(&ranks),
-        _ => {
-            Err("shards decode|prefill|heads|links|dead: see the head of examples/shards.rs".into())
-        }
+        _ => Err("shards decode|prefill|heads|links|dead: see the head of its main.rs".into()),
     }
 }

@@ -6,7 +6,7 @@ use regard::cuda::cudarc::driver::sys::{
 };
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use regard::{DType, Tensor, TensorMut, bf16};
-use regard_nccl::nccl::{GpuRank, Nccl};
+use regard_nccl::nccl::GpuRank;
 use regard_nccl::{Rank, Transport};
 use std::sync::Arc;
 
@@ -23,10 +23,29 @@ pub const SCALE: f32 = 0.5;
 /// Timed samples.
 const SAMPLES: usize = 9;
 
+/// A transport between GPUs.
+pub type Link = Box<dyn Transport<Queue = Arc<CudaStream>>>;
+
 /// A rank, with the state of the measurements.
 pub struct Ranks {
-    pub rank: Rank<GpuRank, Nccl>,
+    pub rank: Rank<GpuRank, Link>,
     pub stream: Arc<CudaStream>,
+}
+
+/// Runs of a sample, one after the other: so ranks that start at different times do not count.
+#[derive(Clone, Copy)]
+pub enum Runs {
+    /// In a CUDA graph, for short ones.
+    Graph(usize),
+    /// Queued one by one.
+    Queued(usize),
+}
+
+impl Runs {
+    /// Of a prefill.
+    pub fn of_prefill(tokens: usize) -> Runs {
+        Runs::Queued(((1 << 34) / tokens.max(1).pow(2)).clamp(3, 16))
+    }
 }
 
 /// Device memory of random numbers that depend on their place in the whole.
@@ -106,11 +125,10 @@ impl Ranks {
         Ok(self.rank.transport.all_gather_host(&self.stream, bytes)?)
     }
 
-    /// Seconds of the work that `queue` queues, `repeats` times in a graph if there are several.
-    /// The median of samples; a sample is the time of the slowest rank.
+    /// Seconds of a run of the work that `queue` queues. The median of samples; a sample is the time of the slowest rank.
     pub fn time(
         &self,
-        repeats: usize,
+        runs: Runs,
         alone: bool,
         mut queue: impl FnMut() -> Result<(), Error>,
     ) -> Result<f64, Error> {
@@ -119,9 +137,10 @@ impl Ranks {
             queue()?;
             self.rank.wait()?;
         }
-        let graph = match repeats {
-            1 => None,
-            _ => {
+        let (Runs::Graph(repeats) | Runs::Queued(repeats)) = runs;
+        let graph = match runs {
+            Runs::Queued(_) => None,
+            Runs::Graph(_) => {
                 let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
                 self.stream.begin_capture(mode)?;
                 let queued = (0..repeats).try_for_each(|_| queue());
@@ -137,7 +156,7 @@ impl Ranks {
             let begin = self.stream.record_event(flags)?;
             match &graph {
                 Some(graph) => graph.launch()?,
-                None => queue()?,
+                None => (0..repeats).try_for_each(|_| queue())?,
             }
             let end = self.stream.record_event(flags)?;
             self.rank.wait()?;

@@ -1,7 +1,7 @@
 //! Ring prefill beside one GPU.
 
 use crate::measure::{
-    DIM, Error, HEADS, KV_HEADS, Operand, Ranks, SCALE, as_bytes, difference, from_bytes,
+    DIM, Error, HEADS, KV_HEADS, Operand, Ranks, Runs, SCALE, as_bytes, difference, from_bytes,
 };
 use regard::cuda::DeviceMemory;
 use regard::{Attention, DType, Inputs, Outputs, Plan, Problem, Tensor, Variant, bf16};
@@ -37,7 +37,7 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
     let mut out = Operand::new(&ranks.stream, rows * out_row)?;
     let mut ring = RingPrefill::new(&ranks.rank, &problem)?;
     let kv = [1, rows, KV_HEADS, DIM];
-    let many = ranks.time(1, false, || {
+    let many = ranks.time(Runs::of_prefill(len), false, || {
         let step = RingStep {
             q: q.tensor(&[1, rows, HEADS, DIM])?,
             k: k.tensor(&kv)?,
@@ -100,7 +100,7 @@ fn on_one_gpu(
     device.load(&plan)?;
     let mut workspace = device.workspace(plan.workspace_bytes())?;
     let kv = [1, len, KV_HEADS, DIM];
-    let seconds = ranks.time(1, true, || {
+    let seconds = ranks.time(Runs::of_prefill(len), true, || {
         let q = q.tensor(&[1, len, HEADS, DIM])?;
         let inputs = Inputs::new(q, k.tensor(&kv)?, v.tensor(&kv)?, attention);
         let mut outputs = Outputs { out: out.tensor_mut(&[1, len, HEADS, DIM])?, lse: None };

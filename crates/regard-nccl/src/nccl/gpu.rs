@@ -17,7 +17,7 @@ pub struct DeviceBuffer {
 
 impl DeviceBuffer {
     /// Memory of zeros.
-    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<DeviceBuffer, Error> {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<DeviceBuffer, Error> {
         let failed =
             |error| driver_error(format!("allocating {bytes} bytes of the GPU's memory"), error);
         context.bind_to_thread().map_err(failed)?;
@@ -32,11 +32,11 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.address
     }
 
-    pub(super) fn write(&self, bytes: &[u8]) -> Result<(), Error> {
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), Error> {
         expect_inside(bytes.len(), self.bytes)?;
         let failed = |error| driver_error("copying to the GPU", error);
         self.context.bind_to_thread().map_err(failed)?;

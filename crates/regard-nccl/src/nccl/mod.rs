@@ -85,6 +85,7 @@ pub struct Nccl {
     timeout: Duration,
     /// Whether the communicator was aborted.
     aborted: Cell<bool>,
+    before_abort: Option<Box<dyn Fn() + Send>>,
 }
 
 // SAFETY: a communicator may be used by any thread, one at a time.
@@ -117,6 +118,7 @@ impl Nccl {
             size,
             timeout: options.timeout,
             aborted: Cell::new(false),
+            before_abort: None,
         };
         let mut config = Config::new(options.max_ctas);
         // SAFETY: NCCL reads the configuration and writes the communicator before it returns.
@@ -132,6 +134,27 @@ impl Nccl {
     /// If it is not installed.
     pub fn version() -> Result<usize, Error> {
         Ok(library()?.version().unwrap_or(0) as usize)
+    }
+
+    /// Calls this before the communicator is aborted.
+    pub(crate) fn before_abort(&mut self, call: Box<dyn Fn() + Send>) {
+        self.before_abort = Some(call);
+    }
+
+    /// An error unless the messages are of ranks of the group.
+    pub(crate) fn expect_peers(&self, messages: &[Message]) -> Result<(), Error> {
+        match messages.iter().find(|message| message.peer >= self.size) {
+            None => Ok(()),
+            Some(message) => {
+                let allowed = format!("below {}, the number of ranks", self.size);
+                Err(Error::argument("peer", message.peer, allowed))
+            }
+        }
+    }
+
+    /// From now on waits no longer than this.
+    pub(crate) fn limit_timeout(&mut self, timeout: Duration) {
+        self.timeout = self.timeout.min(timeout);
     }
 
     /// Waits until a call that NCCL works on is queued.
@@ -172,6 +195,9 @@ impl Nccl {
 
     fn abort(&self) {
         if !self.aborted.replace(true) && !self.comm.is_null() {
+            if let Some(before) = &self.before_abort {
+                before();
+            }
             // SAFETY: the communicator is valid, and not used again. Its status changes nothing.
             unsafe { (self.library.abort)(self.comm) };
         }
@@ -248,12 +274,8 @@ impl Transport for Nccl {
         sends: &[Message],
         receives: &[Message],
     ) -> Result<(), Error> {
-        for message in sends.iter().chain(receives) {
-            if message.peer >= self.size {
-                let allowed = format!("below {}, the number of ranks", self.size);
-                return Err(Error::argument("peer", message.peer, allowed));
-            }
-        }
+        self.expect_peers(sends)?;
+        self.expect_peers(receives)?;
         self.group("exchanging messages", || {
             // SAFETY: the caller's promise.
             let send = |message: &Message| unsafe { self.send(queue, message.peer, message.span) };

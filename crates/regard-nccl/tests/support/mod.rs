@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
 pub mod decode;
+#[cfg(feature = "nccl")]
+pub mod gpus;
 pub mod ring;
 
 use regard::cpu::{Cpu, Inline};
@@ -15,7 +17,7 @@ use std::time::Duration;
 pub type HostRank = Rank<Cpu, Simulated>;
 
 /// Element types from numbers.
-pub trait Number: Float + Send + Sync {
+pub trait Number: Float + PartialEq + Send + Sync {
     fn from_f32(x: f32) -> Self;
 }
 
