@@ -7,7 +7,8 @@
 //!
 //! All of them are written over a [`Device`] and a [`Transport`]. The `nccl` module has both for
 //! NVIDIA GPUs: one process per GPU, or one thread per GPU of a process. The `peer` module has a
-//! faster transport for the GPUs of one host. [`Simulated`] is a group of threads over the host's memory, on which the same code runs without a GPU:
+//! faster transport for the GPUs of one host. [`Simulated`] is a group of threads over the host's
+//! memory, on which the same code runs without a GPU:
 //!
 //! ```
 //! use regard::cpu::Cpu;

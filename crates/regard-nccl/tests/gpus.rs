@@ -1,4 +1,5 @@
-//! The laws of several ranks on GPUs, over NCCL and over peer memory: n GPUs give what the oracle does.
+//! The laws of several ranks on GPUs, over NCCL and over peer memory: n GPUs give what the oracle
+//! does.
 //!
 //! With fewer than two GPUs, or without NCCL, the tests pass and print SKIPPED. With
 //! `REGARD_CUDA_REQUIRED` set they fail.

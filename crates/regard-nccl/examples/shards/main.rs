@@ -9,8 +9,8 @@
 //! shards dead                     a rank ends: the others report it
 //! ```
 //!
-//! Exchanges go by NCCL; with `--peers` by peer memory. All GPUs take part, one thread each. With `--rank R --ranks N --id FILE` a process is one rank,
-//! on GPU R; rank 0 writes the file.
+//! Exchanges go by NCCL; with `--peers` by peer memory. All GPUs take part, one thread each. With
+//! `--rank R --ranks N --id FILE` a process is one rank, on GPU R; rank 0 writes the file.
 
 mod decode;
 mod heads;

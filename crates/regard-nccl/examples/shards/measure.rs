@@ -125,7 +125,8 @@ impl Ranks {
         Ok(self.rank.transport.all_gather_host(&self.stream, bytes)?)
     }
 
-    /// Seconds of a run of the work that `queue` queues. The median of samples; a sample is the time of the slowest rank.
+    /// Seconds of a run of the work that `queue` queues. The median of samples; a sample is the
+    /// time of the slowest rank.
     pub fn time(
         &self,
         runs: Runs,

@@ -105,7 +105,8 @@ impl Room {
 
     /// CTAs for so many lines, and lines per CTA. Every rank has the same.
     fn grid(&self, lines: usize) -> (usize, usize) {
-        let ctas = lines.div_ceil(THREADS).clamp(1, MAX_CTAS);
+        let needed = lines.div_ceil(self.max_cta_lines);
+        let ctas = lines.div_ceil(THREADS).max(needed).clamp(1, MAX_CTAS);
         let cta_lines = lines.div_ceil(ctas);
         (lines.div_ceil(cta_lines.max(1)), cta_lines)
     }
@@ -154,10 +155,10 @@ impl Kernel {
     /// Queues an exchange.
     ///
     /// # Safety
-    /// The memory of every rank has the room, and lives until the launch is done. Spans are memory of this
-    /// GPU, as large as their parts; until the launch is done, nothing writes `from` and nothing
-    /// uses `to`. There are as many spans as [`MAX_SPANS`] at most, and as many lines as there is
-    /// room for.
+    /// The memory of every rank has the room, and lives until the launch is done. Spans are memory
+    /// of this GPU, as large as their parts; until the launch is done, nothing writes `from` and
+    /// nothing uses `to`. There are as many spans as [`MAX_SPANS`] at most, and as many lines as
+    /// there is room for.
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,
