@@ -1,5 +1,5 @@
 //! A simulation of sharded decode and ring prefill, from the times of one GPU and of its links by
-//! themselves. It predicts the measured times of two GPUs, and with `--nocapture` prints the tables
+//! themselves. It predicts the measured times of two and of four GPUs, and with `--nocapture` prints the tables
 //! of docs/scaling.md:
 //!
 //! ```text
@@ -14,7 +14,7 @@ const DIM: f64 = 128.0;
 /// Microseconds and bytes.
 const MICRO: f64 = 1e-6;
 
-/// One H200, as `shards` measured it alone on 2026-11-23.
+/// One H200, as `shards` measured it alone on 2026-11-27.
 #[derive(Clone, Copy)]
 struct Gpu {
     /// Seconds of a decode launch apart from reading keys and values.
@@ -32,12 +32,12 @@ struct Gpu {
 const H200: Gpu = Gpu {
     launch: 4.6 * MICRO,
     read: 4.44e12,
-    prefill: 672e12,
+    prefill: 665e12,
     merge: 3.5e12,
     multiprocessors: 132.0,
 };
 
-/// The links between ranks, of NCCL.
+/// The links between ranks, and a transport over them.
 #[derive(Clone, Copy)]
 struct Links {
     /// Seconds of an all-gather of few bytes.
@@ -53,18 +53,25 @@ struct Links {
     ctas: f64,
 }
 
-/// NVLink between two H200s of a host, as `shards links` measured it on 2026-11-23.
-const NVLINK_2: Links = Links {
+/// NVLink between H200s of a host by NCCL 2.28, multicast off, as `shards links` measured it.
+const NCCL: Links = Links {
     gather: 10.3 * MICRO,
-    exchange: 15.3 * MICRO,
+    exchange: 15.0 * MICRO,
     small: 130e9,
     ring: 150.0 * MICRO,
     large: 325e9,
     ctas: 24.0,
 };
 
-/// NVLink between four H200s of a host: NCCL 2.28 through PyTorch, multicast off, 2026-11-22.
-const NVLINK_4: Links = Links { gather: 10.7 * MICRO, exchange: 12.6 * MICRO, ..NVLINK_2 };
+/// The same links by peer memory: copy engines take no multiprocessors.
+const PEERS: Links = Links {
+    gather: 4.3 * MICRO,
+    exchange: 4.7 * MICRO,
+    small: 100e9,
+    ring: 45.0 * MICRO,
+    large: 390e9,
+    ctas: 0.0,
+};
 
 /// One adapter of 400 Gbit/s per GPU. Not measured: 80% of the line, and 30 us more per exchange.
 const ADAPTER: Links = Links {
@@ -75,13 +82,6 @@ const ADAPTER: Links = Links {
     large: 40e9,
     ctas: 24.0,
 };
-
-impl Links {
-    /// Eight GPUs of a host are not measured: taken as four.
-    fn for_host(ranks: f64) -> Links {
-        if ranks <= 2.0 { NVLINK_2 } else { NVLINK_4 }
-    }
-}
 
 /// Seconds of a decode step.
 fn decode(gpu: Gpu, links: Links, ranks: f64, keys: f64, batch: f64) -> f64 {
@@ -98,8 +98,12 @@ fn decode(gpu: Gpu, links: Links, ranks: f64, keys: f64, batch: f64) -> f64 {
     gather + gpu.launch + bytes / ranks / gpu.read + exchange + merge
 }
 
+/// Rows of a tile.
+const TILE: f64 = 128.0;
+
 /// Seconds of a causal prefill: the ring step by step, with transfers that take multiprocessors
-/// from the kernels that they overlap with.
+/// from the kernels that they overlap with. The last tiles of a call leave half of the
+/// multiprocessors idle.
 fn prefill(gpu: Gpu, links: Links, ranks: usize, len: f64) -> f64 {
     let n = ranks as f64;
     let work = 2.0 * HEADS * DIM * len * len;
@@ -111,7 +115,12 @@ fn prefill(gpu: Gpu, links: Links, ranks: usize, len: f64) -> f64 {
     // Both are in order: the transfer of step s begins when the kernels of step s - 1 have ended,
     // and brings the keys of step s + 1.
     let (mut computed, mut transferred) = (0.0f64, 0.0f64);
+    let chunk = len / (2.0 * n);
+    let tile = |keys: f64| 4.0 * TILE * keys * DIM * gpu.multiprocessors / gpu.prefill;
     for s in 0..ranks {
+        // In the first step, full attention of the late rows to the early keys has tiles to fill;
+        // causal calls begin with the longest ones.
+        let step = step + tile(if s == 0 { chunk } else { 2.0 * chunk }) / 2.0;
         let begin = computed.max(transferred);
         if s + 1 < ranks {
             transferred = begin + transfer;
@@ -137,33 +146,61 @@ fn within(what: &str, predicted: f64, measured: f64, bound: f64) {
     assert!(error.abs() <= bound, "{what}: predicted {predicted}, measured {measured}");
 }
 
-/// Keys, sequences, and microseconds on one GPU and on two.
-const DECODE: [(f64, f64, f64, f64); 4] = [
-    (131072.0, 1.0, 125.4, 92.2),
-    (131072.0, 8.0, 965.2, 517.8),
-    (1048576.0, 1.0, 971.2, 514.0),
-    (1048576.0, 8.0, 7706.4, 3910.4),
+/// Ranks, keys, sequences, and microseconds by NCCL and by peer memory.
+const DECODE: [(f64, f64, f64, f64, f64); 8] = [
+    (2.0, 131072.0, 1.0, 92.1, 78.5),
+    (2.0, 131072.0, 8.0, 518.0, 504.7),
+    (2.0, 1048576.0, 1.0, 514.2, 500.8),
+    (2.0, 1048576.0, 8.0, 3909.1, 3900.1),
+    (4.0, 131072.0, 1.0, 64.5, 52.5),
+    (4.0, 131072.0, 8.0, 279.4, 269.0),
+    (4.0, 1048576.0, 1.0, 276.1, 263.9),
+    (4.0, 1048576.0, 8.0, 1987.5, 1972.1),
 ];
 
-/// Tokens, and milliseconds on one GPU and on two.
-const PREFILL: [(f64, f64, f64); 2] = [(32768.0, 13.02, 6.61), (131072.0, 206.89, 107.84)];
+/// Keys, sequences, and microseconds on one GPU.
+const DECODE_ON_ONE: [(f64, f64, f64); 4] = [
+    (131072.0, 1.0, 125.3),
+    (131072.0, 8.0, 962.1),
+    (1048576.0, 1.0, 969.5),
+    (1048576.0, 8.0, 7686.0),
+];
 
-/// The times that `shards decode` and `shards prefill` printed on two H200s (docs/scaling.md).
+/// Ranks, tokens, and milliseconds by NCCL and by peer memory.
+const PREFILL: [(usize, f64, f64, f64); 4] = [
+    (2, 32768.0, 7.28, 7.19),
+    (2, 131072.0, 107.84, 110.50),
+    (4, 32768.0, 4.08, 3.75),
+    (4, 131072.0, 56.35, 55.29),
+];
+
+/// Tokens, and milliseconds on one GPU.
+const PREFILL_ON_ONE: [(f64, f64); 2] = [(32768.0, 13.38), (131072.0, 213.8)];
+
+/// The times that `shards decode` and `shards prefill` printed on H200s (docs/scaling.md).
 #[test]
 fn measured_times_are_predicted() {
-    for (keys, batch, one, two) in DECODE {
-        let what = format!("decode, {keys} keys, B {batch}");
-        let found = decode(H200, NVLINK_2, 1.0, keys, batch);
-        within(&format!("{what}, 1 GPU"), found, one * MICRO, 0.05);
-        let found = decode(H200, NVLINK_2, 2.0, keys, batch);
-        within(&format!("{what}, 2 GPUs"), found, two * MICRO, 0.15);
+    for (keys, batch, measured) in DECODE_ON_ONE {
+        let found = decode(H200, NCCL, 1.0, keys, batch);
+        within(&format!("decode, {keys} keys, B {batch}, 1 GPU"), found, measured * MICRO, 0.05);
     }
-    for (len, one, two) in PREFILL {
-        let what = format!("prefill, {len} tokens");
-        let found = prefill(H200, NVLINK_2, 1, len);
-        within(&format!("{what}, 1 GPU"), found, one * 1e-3, 0.05);
-        let found = prefill(H200, NVLINK_2, 2, len);
-        within(&format!("{what}, 2 GPUs"), found, two * 1e-3, 0.15);
+    for (ranks, keys, batch, by_nccl, by_peers) in DECODE {
+        for (links, name, measured) in [(NCCL, "NCCL", by_nccl), (PEERS, "peers", by_peers)] {
+            let what = format!("decode, {keys} keys, B {batch}, {ranks} GPUs, {name}");
+            let found = decode(H200, links, ranks, keys, batch);
+            within(&what, found, measured * MICRO, 0.15);
+        }
+    }
+    for (len, measured) in PREFILL_ON_ONE {
+        let found = prefill(H200, NCCL, 1, len);
+        within(&format!("prefill, {len} tokens, 1 GPU"), found, measured * 1e-3, 0.05);
+    }
+    for (ranks, len, by_nccl, by_peers) in PREFILL {
+        for (links, name, measured) in [(NCCL, "NCCL", by_nccl), (PEERS, "peers", by_peers)] {
+            let what = format!("prefill, {len} tokens, {ranks} GPUs, {name}");
+            let found = prefill(H200, links, ranks, len);
+            within(&what, found, measured * 1e-3, 0.15);
+        }
     }
 }
 
@@ -171,32 +208,28 @@ fn measured_times_are_predicted() {
 /// within physical limits.
 #[test]
 fn more_gpus_are_predicted() {
+    const GROUPS: [(usize, Links, &str); 6] = [
+        (2, PEERS, ""),
+        (4, PEERS, ""),
+        (8, PEERS, ""),
+        (8, NCCL, " by NCCL"),
+        (16, ADAPTER, " of 2 hosts"),
+        (32, ADAPTER, " of 4 hosts"),
+    ];
     for (keys, batch) in [(1048576.0, 1.0), (1048576.0, 8.0), (10485760.0, 1.0)] {
-        let one = decode(H200, NVLINK_2, 1.0, keys, batch);
+        let one = decode(H200, NCCL, 1.0, keys, batch);
         print!("decode, {keys} keys, B {batch}: 1 GPU {:.0} us", one / MICRO);
-        for (ranks, links, name) in [
-            (2.0, Links::for_host(2.0), ""),
-            (4.0, Links::for_host(4.0), ""),
-            (8.0, Links::for_host(8.0), ""),
-            (16.0, ADAPTER, " of 2 hosts"),
-            (32.0, ADAPTER, " of 4 hosts"),
-        ] {
-            let many = decode(H200, links, ranks, keys, batch);
+        for (ranks, links, name) in GROUPS {
+            let many = decode(H200, links, ranks as f64, keys, batch);
             print!("; {ranks}{name} {:.0} us, {:.2}x", many / MICRO, one / many);
-            assert!(one / many <= ranks);
+            assert!(one / many <= ranks as f64);
         }
         println!();
     }
     for len in [32768.0, 131072.0, 1048576.0, 10485760.0] {
-        let one = prefill(H200, NVLINK_2, 1, len);
+        let one = prefill(H200, NCCL, 1, len);
         print!("prefill, {len} tokens: 1 GPU {:.1} ms", one * 1e3);
-        for (ranks, links, name) in [
-            (2, Links::for_host(2.0), ""),
-            (4, Links::for_host(4.0), ""),
-            (8, Links::for_host(8.0), ""),
-            (16, ADAPTER, " of 2 hosts"),
-            (32, ADAPTER, " of 4 hosts"),
-        ] {
+        for (ranks, links, name) in GROUPS {
             let many = prefill(H200, links, ranks, len);
             print!("; {ranks}{name} {:.1} ms, {:.2}x", many * 1e3, one / many);
             assert!(one / many <= ranks as f64);
@@ -204,7 +237,7 @@ fn more_gpus_are_predicted() {
         println!();
     }
     // The tokens per rank from which on a ring hides its transfers.
-    for (links, name) in [(NVLINK_4, "NVLink"), (ADAPTER, "400 Gbit/s")] {
+    for (links, name) in [(PEERS, "NVLink"), (ADAPTER, "400 Gbit/s")] {
         let tokens = 2.0 * KV_HEADS * H200.prefill / (HEADS * links.large);
         println!("{name}: transfers are hidden from {tokens:.0} tokens per rank on");
     }
