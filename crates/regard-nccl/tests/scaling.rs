@@ -1,6 +1,6 @@
 //! A simulation of sharded decode and ring prefill, from the times of one GPU and of its links by
-//! themselves. It predicts the measured times of two and of four GPUs, and with `--nocapture` prints the tables
-//! of docs/scaling.md:
+//! themselves. It predicts the measured times of two and of four GPUs, and with `--nocapture`
+//! prints the tables of docs/scaling.md:
 //!
 //! ```text
 //! cargo test --release -p regard-nccl --test scaling -- --nocapture

@@ -19,6 +19,7 @@ use crate::problem::{Inputs, KeyList, Sequence};
 use crate::tensor::Tensor;
 use cache::{Cache, LANES, Slots, Stored};
 use half::{bf16, f16};
+use std::collections::BTreeMap;
 
 /// One row of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,9 +78,11 @@ pub struct Rounding {
     pub out: f64,
     /// `sum p_j d_j`, and the drift of the sum over keys.
     pub lse: f64,
-    /// `sqrt(sum (p_j max |v_j|)^2)`: how far the output moves, in standard deviations of one
+    /// `sqrt(sum (m_j p_j max |v_j|)^2)`: how far the output moves, in standard deviations of one
     /// rounding, when every probability is rounded by itself. f16 and bf16 round probabilities
-    /// before the second product, naive as well as kernels on matrix units.
+    /// before the second product, naive as well as kernels on matrix units. A list may name a key
+    /// `m_j` times: its probabilities are equal, and so are their roundings, which do not average
+    /// out.
     pub probabilities: f64,
     /// Whether the row keeps no key: its output is exactly 0.
     pub empty: bool,
@@ -212,7 +215,10 @@ fn exact_row(row: &RowOperands, cache: &mut Cache) -> ExactRow {
         out.fill(f64::NAN);
     }
 
-    let rounding = rounding(&kept, &largest_values, sink, lse, largest(&out));
+    let mut rounding = rounding(&kept, &largest_values, sink, lse, largest(&out));
+    if row.list().is_some() {
+        rounding.probabilities = rounding_of_lists(row, &kept, &largest_values, lse);
+    }
     ExactRow { out, lse, rounding }
 }
 
@@ -295,6 +301,17 @@ fn rounding(
         rounding.out += moved * largest_out;
     }
     rounding
+}
+
+/// [`Rounding::probabilities`] of a row with a list, which may name keys more than once.
+fn rounding_of_lists(row: &RowOperands, kept: &[Kept], values: &[LargestValue], lse: f64) -> f64 {
+    // The same stored key at another position may have another score.
+    let mut moves: BTreeMap<([usize; 2], u64), f64> = BTreeMap::new();
+    for (&Kept { key, score, .. }, largest) in kept.iter().zip(values) {
+        *moves.entry((row.stored_at(key), score.to_bits())).or_default() +=
+            (score - lse).exp() * largest.value;
+    }
+    moves.into_values().map(|moved| moved * moved).sum::<f64>().sqrt()
 }
 
 /// The sum of the products of two vectors, and of their magnitudes. Several partial sums, so that
@@ -496,6 +513,17 @@ impl<'a> RowOperands<'a> {
     /// The row's list, if it has one.
     fn list(&self) -> Option<KeyList<'a>> {
         self.inputs.key_list(&self.sequence, self.row.query, self.key_head)
+    }
+
+    /// Where a listed key is stored: keys of other lists have numbers of their own.
+    fn stored_at(&self, key: usize) -> [usize; 2] {
+        match self.list() {
+            Some(KeyList::Pages(pages)) => {
+                let listed = pages.key(key).expect("a candidate is not skipped");
+                [listed.block as usize, listed.slot as usize]
+            }
+            _ => [0, key],
+        }
     }
 
     /// Whether a listed key's page is in the pool.

@@ -19,7 +19,10 @@ const STORAGE: [Keys; 5] = [
 
 /// All of them.
 pub(super) fn selection() -> Vec<Spec> {
-    [lengths(), shapes(), storage(), caches(), features(), slots()].into_iter().flatten().collect()
+    [lengths(), repeated(), shapes(), storage(), caches(), features(), slots()]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 /// Lists around vectors, tiles and splits.
@@ -39,6 +42,25 @@ fn lengths() -> Vec<Spec> {
                     .dtype(dtype)
                     .lists(ListSpec { counts: j == 0, ..ListSpec::new(len, entries) })
             });
+        }
+    }
+    specs
+}
+
+/// Lists that name each of a few keys hundreds of times: the roundings of equal probabilities are
+/// equal.
+fn repeated() -> Vec<Spec> {
+    let mut specs = Vec::new();
+    for (keys, len) in [(2, 300), (5, 891), (9, 2050)] {
+        for dtype in [DType::F16, DType::BF16] {
+            specs.push(
+                Spec::new(format!("selection/few-keys-{keys}-{dtype}"))
+                    .lengths(&[(1, keys), (4, keys)])
+                    .heads(3, 1)
+                    .dims(191, 1)
+                    .dtype(dtype)
+                    .lists(ListSpec::new(len, Entries::Any)),
+            );
         }
     }
     specs

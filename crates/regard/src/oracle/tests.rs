@@ -228,6 +228,23 @@ fn the_judge_allows_rounding_and_nothing_else() {
 }
 
 #[test]
+fn a_key_that_is_listed_often_is_rounded_as_one() {
+    let probabilities = |indices: &[i32]| {
+        let indices = Tensor::from_slice(indices, &[1, 1, indices.len()], None).unwrap();
+        let listed = Attention { key_indices: Some(indices), ..Attention::default() };
+        let inputs = one_head(&[0.0], &[0.5, 0.25], &[1.0, -1.0], listed);
+        attention(&inputs).unwrap().rounding[0].probabilities
+    };
+    // Two probabilities of 1/2, each of one key or of four equal entries.
+    let expected = 0.5f64.sqrt();
+    for indices in [&[0, 1][..], &[0, 1, 1, 0, 0, 1, 0, 1]] {
+        assert!((probabilities(indices) - expected).abs() < 1e-12, "{indices:?}");
+    }
+    // Entries that name no key count for nothing.
+    assert!((probabilities(&[1, -1, 7, 0]) - expected).abs() < 1e-12);
+}
+
+#[test]
 fn the_judge_wants_empty_rows_exact() {
     let before = Attention { q_offset: QueryOffset::Same(-1), ..Attention::causal() };
     let inputs = one_head(&[1.0], &[0.5], &[1.0], before);

@@ -8,7 +8,8 @@
 //! - the effect of f32 roundings of each score, each probability and each sum on the row, to first
 //!   order ([`Rounding`](super::Rounding)),
 //! - for f16 and bf16, the effect of rounding each probability to that type before the second
-//!   product: four roundings (2 epsilon), some seven standard deviations, of independent errors
+//!   product: four roundings (2 epsilon), some seven standard deviations, of independent errors,
+//!   or of equal ones where a list names a key several times
 //!   ([`Rounding::probabilities`](super::Rounding::probabilities)),
 //! - for equal probabilities, which are all rounded to the same number and so scale the result:
 //!   half an epsilon of the inputs' type at the result's magnitude,
