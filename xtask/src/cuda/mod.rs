@@ -6,7 +6,7 @@
 //! code are kept in the folder `images` of the module's crate, compressed, with an index in Rust. A
 //! user of the crate needs no compiler for them. A change of them needs three wheels from PyPI
 //! ([`tools`]), no GPU and no toolkit. The results of a build are recorded ([`record`]), so that
-//! not every check builds again.
+//! not every check builds again. The one kernel of `regard-nccl` is apart from them ([`exchange`]).
 
 mod compile;
 mod exchange;
