@@ -94,8 +94,9 @@ pub trait Transport {
     unsafe fn all_to_all(&self, queue: &Self::Queue, exchanges: &[Exchange]) -> Result<(), Error>;
 
     /// Memory of the transport for messages to this rank, of at least `bytes` bytes: they arrive
-    /// there without a copy. `None` if messages arrive equally well anywhere. For setting up: every
-    /// rank asks for as many bytes. It lives as long as the transport, and may be returned again.
+    /// there without a copy. `None` if messages arrive equally well anywhere. It lives as long as
+    /// the transport, and later calls may return it again. For setting up: every rank calls it,
+    /// with the same size.
     ///
     /// In an exchange that receives into it, every rank sends one message for each that it
     /// receives, and message k arrives at the same place of this memory on every rank.

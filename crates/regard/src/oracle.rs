@@ -215,10 +215,7 @@ fn exact_row(row: &RowOperands, cache: &mut Cache) -> ExactRow {
         out.fill(f64::NAN);
     }
 
-    let mut rounding = rounding(&kept, &largest_values, sink, lse, largest(&out));
-    if row.list().is_some() {
-        rounding.probabilities = rounding_of_lists(row, &kept, &largest_values, lse);
-    }
+    let rounding = rounding(row, &kept, &largest_values, lse, largest(&out));
     ExactRow { out, lse, rounding }
 }
 
@@ -277,24 +274,29 @@ fn exact_score(
 /// The change of a row's results by f32 roundings: see [`Rounding`]. `values` has an element per
 /// kept key.
 fn rounding(
+    row: &RowOperands,
     kept: &[Kept],
     values: &[LargestValue],
-    sink: f64,
     lse: f64,
     largest_out: f64,
 ) -> Rounding {
     let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
     rounding.lse = (kept.len() as f64).sqrt() * HALF_EPSILON;
     rounding.out = 2.0 * rounding.lse * largest_out + 2.0 * SMALLEST_NORMAL;
+    let mut shares = Vec::with_capacity(kept.len());
     for (&Kept { score, error, .. }, largest) in kept.iter().zip(values) {
         let probability = (score - lse).exp();
         let moved = probability * error + SMALLEST_NORMAL;
-        rounding.probabilities += (probability * largest.value).powi(2);
+        shares.push(probability * largest.value);
         rounding.lse += moved;
         // A kernel may multiply the probability by the scale: that product may underflow.
         rounding.out += moved * (largest.value + largest_out) + SMALLEST_NORMAL * largest.code;
     }
-    rounding.probabilities = rounding.probabilities.sqrt();
+    if let Some(list) = row.list() {
+        shares = add_equal_entries(&list, kept, &shares);
+    }
+    rounding.probabilities = shares.into_iter().map(|share| share.powi(2)).sum::<f64>().sqrt();
+    let sink = row.sink();
     if sink != f64::NEG_INFINITY {
         let moved = (sink - lse).exp() * score_error(sink.abs());
         rounding.lse += moved;
@@ -303,15 +305,22 @@ fn rounding(
     rounding
 }
 
-/// [`Rounding::probabilities`] of a row with a list, which may name keys more than once.
-fn rounding_of_lists(row: &RowOperands, kept: &[Kept], values: &[LargestValue], lse: f64) -> f64 {
-    // The same stored key at another position may have another score.
-    let mut moves: BTreeMap<([usize; 2], u64), f64> = BTreeMap::new();
-    for (&Kept { key, score, .. }, largest) in kept.iter().zip(values) {
-        *moves.entry((row.stored_at(key), score.to_bits())).or_default() +=
-            (score - lse).exp() * largest.value;
+/// The shares of kept keys in [`Rounding::probabilities`], with one share for all entries of a list
+/// that name the same stored key. At another position that key may have another score.
+fn add_equal_entries(list: &KeyList, kept: &[Kept], shares: &[f64]) -> Vec<f64> {
+    let stored_at = |key: usize| match list {
+        KeyList::Pages(pages) => {
+            let listed = pages.key(key).expect("a candidate is not skipped");
+            [listed.block as usize, listed.slot as usize]
+        }
+        // The keys of other lists have numbers of their own.
+        KeyList::Keys(_) | KeyList::TwoPools(_) => [0, key],
+    };
+    let mut sums: BTreeMap<([usize; 2], u64), f64> = BTreeMap::new();
+    for (&Kept { key, score, .. }, share) in kept.iter().zip(shares) {
+        *sums.entry((stored_at(key), score.to_bits())).or_default() += share;
     }
-    moves.into_values().map(|moved| moved * moved).sum::<f64>().sqrt()
+    sums.into_values().collect()
 }
 
 /// The sum of the products of two vectors, and of their magnitudes. Several partial sums, so that
@@ -513,17 +522,6 @@ impl<'a> RowOperands<'a> {
     /// The row's list, if it has one.
     fn list(&self) -> Option<KeyList<'a>> {
         self.inputs.key_list(&self.sequence, self.row.query, self.key_head)
-    }
-
-    /// Where a listed key is stored: keys of other lists have numbers of their own.
-    fn stored_at(&self, key: usize) -> [usize; 2] {
-        match self.list() {
-            Some(KeyList::Pages(pages)) => {
-                let listed = pages.key(key).expect("a candidate is not skipped");
-                [listed.block as usize, listed.slot as usize]
-            }
-            _ => [0, key],
-        }
     }
 
     /// Whether a listed key's page is in the pool.

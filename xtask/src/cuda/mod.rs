@@ -208,14 +208,10 @@ pub fn run(command: &Command, packages: &[Package]) -> Result<()> {
         }
         Command::Build(selection) | Command::Check { selection, .. } => selection,
     };
-    let exchange = selection.only.as_deref().is_none_or(|pattern| exchange::NAME.contains(pattern));
-    let selected = match selection.packages(packages) {
-        Err(_) if exchange => Vec::new(),
-        selected => selected?,
-    };
+    let selected = selection.packages(packages)?;
     let tools = Tools::obtain()?;
-    if exchange {
-        exchange::run(matches!(command, Command::Build(_)), &selection.architectures(), &tools)?;
+    if selection.takes(exchange::NAME) {
+        exchange::run(matches!(command, Command::Build(_)), selection, &tools)?;
     }
     for Package { name, modules } in selected {
         let folders = Folders::for_package(name);
@@ -286,17 +282,18 @@ impl Folders {
 }
 
 impl Selection {
-    /// Whether a module is selected.
-    fn takes(&self, module: &Module) -> bool {
-        self.only.as_deref().is_none_or(|pattern| module.name.contains(pattern))
+    /// Whether a module of that name is selected.
+    fn takes(&self, name: &str) -> bool {
+        self.only.as_deref().is_none_or(|pattern| name.contains(pattern))
     }
 
     /// The crates of images that have selected modules; all, if nothing narrows them down.
     fn packages<'a>(&self, packages: &'a [Package]) -> Result<Vec<&'a Package>> {
         let mut selected: Vec<_> = packages.iter().collect();
         if let Some(pattern) = &self.only {
-            selected.retain(|package| package.modules.iter().any(|module| self.takes(module)));
-            if selected.is_empty() {
+            selected
+                .retain(|package| package.modules.iter().any(|module| self.takes(&module.name)));
+            if selected.is_empty() && !self.takes(exchange::NAME) {
                 bail!("no shipped module has {pattern:?} in its name");
             }
         }
@@ -306,7 +303,7 @@ impl Selection {
     /// The selected ones of the modules.
     fn select<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
         ship::check_names(modules)?;
-        Ok(modules.iter().filter(|module| self.takes(module)).collect())
+        Ok(modules.iter().filter(|module| self.takes(&module.name)).collect())
     }
 
     fn architectures(&self) -> Vec<&str> {

@@ -22,12 +22,10 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
     let balanced = BalancedRows { len, ranks: count };
     let out_row = HEADS * DIM;
     let OneGpu { seconds: one, sampled: expected } = match number {
-        0 => on_one_gpu(ranks, &problem, attention, &balanced, true)?,
+        0 => on_one_gpu(ranks, &problem, attention, &balanced)?,
         _ => OneGpu::default(),
     };
     ranks.gather(&[0])?;
-    // GPUs differ, and share a host's power and air.
-    let slowest = on_one_gpu(ranks, &problem, attention, &balanced, false)?.seconds;
 
     let rows = balanced.count(number);
     let own = |seed, heads: usize| {
@@ -60,11 +58,10 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
         let work = 2.0 * (HEADS * DIM) as f64 * (len as f64).powi(2);
         println!(
             "prefill, {len} tokens, causal, {HEADS}/{KV_HEADS}, D {DIM}, bf16: one GPU {:.2} ms \
-             ({:.0} TFLOP/s), the slowest of {count} that each do the same {:.2} ms; {count} GPUs \
-             together {:.2} ms ({:.0} in all), {:.2}x; results differ by {found:.1e}",
+             ({:.0} TFLOP/s), {count} GPUs {:.2} ms ({:.0} in all), {:.2}x; results differ by \
+             {found:.1e}",
             one * 1e3,
             work / one / 1e12,
-            slowest * 1e3,
             many * 1e3,
             work / many / 1e12,
             one / many,
@@ -73,7 +70,7 @@ pub fn prefill(ranks: &Ranks, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// The whole prefill on one GPU.
+/// The same prefill on one GPU.
 #[derive(Default)]
 struct OneGpu {
     /// The time of a run.
@@ -88,13 +85,11 @@ fn sampled(balanced: &BalancedRows, rank: usize) -> Vec<usize> {
     (0..64).map(|i| (i * rows / 63).min(rows - 1)).collect()
 }
 
-/// The whole prefill on this rank's GPU: on it alone, or on all of them at once.
 fn on_one_gpu(
     ranks: &Ranks,
     problem: &Problem,
     attention: Attention<Tensor<DeviceMemory>>,
     balanced: &BalancedRows,
-    alone: bool,
 ) -> Result<OneGpu, Error> {
     let (len, out_row) = (problem.query_len, HEADS * DIM);
     let operand = |seed, heads: usize| Operand::random(ranks, seed, &[(0, len * heads * DIM)]);
@@ -105,7 +100,7 @@ fn on_one_gpu(
     device.load(&plan)?;
     let mut workspace = device.workspace(plan.workspace_bytes())?;
     let kv = [1, len, KV_HEADS, DIM];
-    let seconds = ranks.time(Runs::of_prefill(len), alone, || {
+    let seconds = ranks.time(Runs::of_prefill(len), true, || {
         let q = q.tensor(&[1, len, HEADS, DIM])?;
         let inputs = Inputs::new(q, k.tensor(&kv)?, v.tensor(&kv)?, attention);
         let mut outputs = Outputs { out: out.tensor_mut(&[1, len, HEADS, DIM])?, lse: None };

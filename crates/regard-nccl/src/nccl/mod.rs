@@ -141,17 +141,6 @@ impl Nccl {
         self.before_abort = Some(call);
     }
 
-    /// An error unless the messages are of ranks of the group.
-    pub(crate) fn expect_peers(&self, messages: &[Message]) -> Result<(), Error> {
-        match messages.iter().find(|message| message.peer >= self.size) {
-            None => Ok(()),
-            Some(message) => {
-                let allowed = format!("below {}, the number of ranks", self.size);
-                Err(Error::argument("peer", message.peer, allowed))
-            }
-        }
-    }
-
     /// From now on waits no longer than this.
     pub(crate) fn limit_timeout(&mut self, timeout: Duration) {
         self.timeout = self.timeout.min(timeout);
@@ -203,7 +192,7 @@ impl Nccl {
         }
     }
 
-    fn expect_alive(&self, doing: &str) -> Result<(), Error> {
+    pub(crate) fn expect_alive(&self, doing: &str) -> Result<(), Error> {
         match self.aborted.get() {
             false => Ok(()),
             true => Err(failed(doing, "the communicator was aborted after an earlier error")),
@@ -274,8 +263,12 @@ impl Transport for Nccl {
         sends: &[Message],
         receives: &[Message],
     ) -> Result<(), Error> {
-        self.expect_peers(sends)?;
-        self.expect_peers(receives)?;
+        for message in sends.iter().chain(receives) {
+            if message.peer >= self.size {
+                let allowed = format!("below {}, the number of ranks", self.size);
+                return Err(Error::argument("peer", message.peer, allowed));
+            }
+        }
         self.group("exchanging messages", || {
             // SAFETY: the caller's promise.
             let send = |message: &Message| unsafe { self.send(queue, message.peer, message.span) };

@@ -19,7 +19,7 @@ pub const MAX_RANKS: usize = 16;
 /// Maximum spans per launch.
 pub const MAX_SPANS: usize = 4;
 
-/// CTAs that a launch has at most. All of them must run at once with those of the other ranks.
+/// Maximum CTAs per launch. CTAs wait for those of other ranks, so all should be resident at once.
 const MAX_CTAS: usize = 64;
 
 const THREADS: usize = 512;
@@ -82,7 +82,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// Room for parts of at most so many bytes.
+    /// Room for parts of up to `part_bytes` bytes.
     pub fn new(ranks: usize, part_bytes: usize) -> Room {
         // Indices are 32 bits wide.
         let lines = part_bytes.div_ceil(WORD_BYTES).clamp(1, 1 << 30);
@@ -103,7 +103,7 @@ impl Room {
         MAX_CTAS * size_of::<i32>()
     }
 
-    /// CTAs for so many lines, and lines per CTA. Every rank has the same.
+    /// The number of CTAs for `lines` lines, and lines per CTA: the same on every rank.
     fn grid(&self, lines: usize) -> (usize, usize) {
         let needed = lines.div_ceil(self.max_cta_lines);
         let ctas = lines.div_ceil(THREADS).max(needed).clamp(1, MAX_CTAS);

@@ -2,7 +2,7 @@
 
 use crate::nccl::DeviceBuffer;
 use crate::nccl::Nccl;
-use crate::transport::{Transport, failed};
+use crate::transport::{self, Transport};
 use regard::Error;
 use regard::cuda::cudarc::driver::{CudaContext, CudaStream, sys};
 use regard::cuda::driver_error;
@@ -47,7 +47,8 @@ impl Offer {
     }
 
     fn from_bytes(bytes: &[u8]) -> Result<Offer, Error> {
-        let broken = || failed("opening the memory of a rank", "its offer is not understood");
+        let broken =
+            || transport::failed("opening the memory of a rank", "its offer is not understood");
         let (numbers, rest) = bytes.as_chunks::<8>();
         let [process, address, offset, handle @ ..] = numbers else { return Err(broken()) };
         let handle = handle.as_flattened();
@@ -158,9 +159,14 @@ impl Shared {
         self.opened.iter().any(|opened| matches!(opened, Opened::Foreign { .. }))
     }
 
-    /// Closes the memory of the other ranks, and returns the own memory.
-    pub fn close(self) -> Arc<Offered> {
-        self.own
+    /// Closes the memory of the other ranks. Nothing is sent afterwards.
+    pub fn close(&mut self) {
+        self.opened.clear();
+    }
+
+    /// Keeps this rank's memory until the process ends.
+    pub fn keep(&self) {
+        std::mem::forget(Arc::clone(&self.own));
     }
 }
 
@@ -173,7 +179,7 @@ fn open(context: &Arc<CudaContext>, offer: &Offer) -> Result<Opened, Error> {
         let mut alive = offered.iter().filter_map(Weak::upgrade);
         let memory = alive.find(|memory| memory.buffer.address() == offer.address);
         let memory = memory.ok_or_else(|| {
-            crate::transport::failed("opening the memory of another GPU", "its rank has ended")
+            transport::failed("opening the memory of another GPU", "its rank has ended")
         })?;
         // SAFETY: both contexts are alive; this thread's is current.
         let status = unsafe { sys::cuCtxEnablePeerAccess(memory.context.cu_ctx(), 0) };

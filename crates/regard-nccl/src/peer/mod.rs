@@ -12,15 +12,15 @@ mod memory;
 mod signals;
 
 use crate::nccl::{DeviceBuffer, GroupId, Nccl, Options};
-use crate::transport::{Exchange, Message, Span, Transport, failed};
+use crate::transport::{Exchange, Message, Span, Transport};
 use kernel::{Kernel, MAX_RANKS, MAX_SPANS, PeerSpan, Place, Room};
 use memory::Shared;
 use regard::cuda::cudarc::driver::CudaStream;
 use regard::{Error, Refusal};
 use signals::{SIGNAL_BYTES, Signal, Signals, copy};
 use std::cell::RefCell;
+use std::iter;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Options for joining a group of [`PeerMemory`].
@@ -55,11 +55,9 @@ pub struct PeerMemory {
     /// Per CTA: the half of its landing memory that it uses next.
     halves: DeviceBuffer,
     signals: Signals,
-    /// Landing memory of kernels, and signals behind it; `None` when the group ends.
-    shared: Option<Shared>,
+    /// Landing memory of kernels, and signals behind it.
+    shared: Shared,
     inboxes: RefCell<Vec<Shared>>,
-    /// Whether nothing more will arrive.
-    ended: Arc<AtomicBool>,
 }
 
 /// Time that ranks wait for each other when they end.
@@ -99,30 +97,14 @@ impl PeerMemory {
         let signals = Signals::new(context, (rank, ranks), &shared, room.landing_bytes());
         agree(&nccl, stream, signals.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
         let signals = signals?;
-        let ended = Arc::new(AtomicBool::new(false));
         // NCCL's abort waits for the GPU, and so for kernels that wait for other ranks.
-        let (end, flag) = (Arc::clone(signals.end()), Arc::clone(&ended));
-        nccl.before_abort(Box::new(move || {
-            flag.store(true, Ordering::Relaxed);
-            end.now();
-        }));
-        let (shared, inboxes) = (Some(shared), RefCell::default());
-        let stream = Arc::clone(stream);
-        Ok(PeerMemory { nccl, stream, kernel, room, halves, signals, shared, inboxes, ended })
+        let end = Arc::clone(signals.end());
+        nccl.before_abort(Box::new(move || end.now()));
+        let (stream, inboxes) = (Arc::clone(stream), RefCell::default());
+        Ok(PeerMemory { nccl, stream, kernel, room, halves, signals, shared, inboxes })
     }
 
-    fn has_ended(&self) -> bool {
-        self.ended.load(Ordering::Relaxed)
-    }
-
-    fn expect_alive(&self) -> Result<(), Error> {
-        match self.has_ended() {
-            false => Ok(()),
-            true => Err(failed("exchanging parts", "the group has ended after an earlier error")),
-        }
-    }
-
-    /// Whether so many lines go by peer memory.
+    /// Whether `spans` spans, with `lines` lines per part together, go by peer memory.
     fn takes(&self, spans: usize, lines: usize) -> bool {
         spans <= MAX_SPANS && lines <= self.room.lines()
     }
@@ -132,9 +114,8 @@ impl PeerMemory {
     /// # Safety
     /// As [`Transport::all_to_all`].
     unsafe fn launch(&self, stream: &CudaStream, spans: &[PeerSpan]) -> Result<(), Error> {
-        self.expect_alive()?;
-        let PeerMemory { room, halves, signals, .. } = self;
-        let shared = self.shared.as_ref().expect("the group has not ended");
+        self.nccl.expect_alive("exchanging parts")?;
+        let PeerMemory { room, halves, signals, shared, .. } = self;
         let place = Place { room, rank: self.nccl.rank(), shared, halves, end: signals.end() };
         // SAFETY: the shared memory has the room, and lives as long as this; the caller has
         // promised the rest.
@@ -152,7 +133,7 @@ impl PeerMemory {
         sends: &[Message],
         receives: &[Message],
     ) -> Result<(), Error> {
-        self.expect_alive()?;
+        self.nccl.expect_alive("exchanging messages")?;
         let (signals, own) = (&self.signals, inbox.address(self.nccl.rank()));
         // SAFETY: the memory of all ranks lives as long as this; messages fit the inboxes, which
         // are equally large on every rank; the caller has promised the rest.
@@ -182,11 +163,12 @@ impl PeerMemory {
     fn delivers(&self, inbox: &Shared, sends: &[Message], receives: &[Message]) -> bool {
         let own = self.nccl.rank();
         let first = inbox.address(own);
+        let is_other = |message: &Message| message.peer != own && message.peer < self.nccl.size();
         let fits = |(send, receive): (&Message, &Message)| {
             let at = receive.span.address.wrapping_sub(first);
             let bytes = send.span.bytes.max(receive.span.bytes);
-            send.peer != own
-                && receive.peer != own
+            is_other(send)
+                && is_other(receive)
                 && at.checked_add(bytes as u64).is_some_and(|end| end <= inbox.bytes as u64)
         };
         !sends.is_empty() && sends.len() == receives.len() && sends.iter().zip(receives).all(fits)
@@ -251,8 +233,6 @@ impl Transport for PeerMemory {
         sends: &[Message],
         receives: &[Message],
     ) -> Result<(), Error> {
-        self.nccl.expect_peers(sends)?;
-        self.nccl.expect_peers(receives)?;
         let inboxes = self.inboxes.borrow();
         match inboxes.iter().find(|inbox| self.delivers(inbox, sends, receives)) {
             // SAFETY: the caller's promise.
@@ -295,7 +275,7 @@ impl Transport for PeerMemory {
     }
 
     fn inbox(&self, queue: &Arc<CudaStream>, bytes: usize) -> Result<Option<Span>, Error> {
-        self.expect_alive()?;
+        self.nccl.expect_alive("making an inbox")?;
         let mut inboxes = self.inboxes.borrow_mut();
         let known = inboxes.iter().position(|inbox| inbox.bytes >= bytes);
         let number = known.unwrap_or(inboxes.len());
@@ -323,16 +303,15 @@ impl Transport for PeerMemory {
 impl Drop for PeerMemory {
     fn drop(&mut self) {
         self.nccl.limit_timeout(END);
-        // It ends the group if it fails.
-        let _waited = self.nccl.wait(&self.stream);
-        let shared: Vec<Shared> =
-            self.shared.take().into_iter().chain(self.inboxes.take()).collect();
-        let exported = shared.iter().any(Shared::is_foreign);
-        let own: Vec<_> = shared.into_iter().map(Shared::close).collect();
+        let done = self.nccl.wait(&self.stream).is_ok();
+        let mut shared: Vec<&mut Shared> =
+            iter::once(&mut self.shared).chain(self.inboxes.get_mut()).collect();
+        let exported = shared.iter().any(|shared| shared.is_foreign());
+        shared.iter_mut().for_each(|shared| shared.close());
         // Other processes have this memory open until they end the group too.
         let barrier = || self.nccl.all_gather_host(&self.stream, &[0]).is_ok();
-        if exported && (self.has_ended() || !barrier()) {
-            std::mem::forget(own);
+        if exported && !(done && barrier()) {
+            shared.iter().for_each(|shared| shared.keep());
         }
     }
 }

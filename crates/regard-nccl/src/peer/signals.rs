@@ -2,8 +2,8 @@
 //!
 //! A signal is a number of the receiver's memory: 0, and 1 from the time that the sender's stream
 //! reaches the signal until the receiver's stream has waited for it. Copy engines write it and
-//! streams wait for it, so that no multiprocessor is taken. The values do not depend on how often:
-//! graphs may be replayed.
+//! streams wait for it, so that no multiprocessor is taken. It counts nothing, so graphs can be
+//! replayed.
 
 use super::kernel::MAX_RANKS;
 use super::memory::Shared;

@@ -1,13 +1,14 @@
 //! Peer memory by itself: exchanges of any bytes, in any order, in graphs, and ranks that end.
 
-use crate::support::gpus::{GpuRanks, all_gpus, over};
+use crate::support::gpus::{GpuRanks, all_gpus, on_threads, over, stream};
 use crate::support::{Random, TestDevice};
 use regard::Error;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use regard::cuda::cudarc::driver::{CudaContext, result};
+use regard::cuda::cudarc::driver::{CudaGraph, CudaStream, result};
 use regard_nccl::nccl::{DeviceBuffer, GroupId, Options};
 use regard_nccl::peer::{PeerMemory, PeerOptions};
 use regard_nccl::{Device, Exchange, Message, Span, Transport};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Bytes that every rank sends from.
@@ -140,6 +141,16 @@ fn any_bytes_in_any_order() {
     }
 }
 
+/// The work that `queue` queues, as a graph.
+fn captured(stream: &Arc<CudaStream>, queue: impl FnOnce() -> Result<(), Error>) -> CudaGraph {
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    stream.begin_capture(mode).unwrap();
+    let queued = queue();
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
+    queued.unwrap();
+    graph.expect("work in the graph")
+}
+
 /// A graph with an odd number of exchanges, of different sizes, runs many times.
 #[test]
 fn graphs_are_replayed() {
@@ -160,18 +171,14 @@ fn graphs_are_replayed() {
         let small = rank.device.address(&mut small);
         queue(&rank, &few, a, small).unwrap();
         rank.wait().unwrap();
-        let stream = rank.device.compute();
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        stream.begin_capture(mode).unwrap();
         let steps = [(a, b), (b, c), (c, a)];
-        let queued = steps.into_iter().try_for_each(|(from, to)| {
-            queue(&rank, &few, from, small)?;
-            queue(&rank, &whole, from, to)?;
-            queue(&rank, &few, to, small)
+        let graph = captured(rank.device.compute(), || {
+            steps.into_iter().try_for_each(|(from, to)| {
+                queue(&rank, &few, from, small)?;
+                queue(&rank, &whole, from, to)?;
+                queue(&rank, &few, to, small)
+            })
         });
-        let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
-        queued.unwrap();
-        let graph = graph.expect("nine exchanges");
         (0..REPLAYS).for_each(|_| graph.launch().unwrap());
         rank.wait().unwrap();
         // Each replay exchanges the parts three times, which is once.
@@ -224,12 +231,7 @@ fn messages_arrive_in_inboxes() {
             };
             (0..STEPS).try_for_each(step).unwrap();
             expect(STEPS);
-            let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            stream.begin_capture(mode).unwrap();
-            let queued = (0..2).try_for_each(step);
-            let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
-            queued.unwrap();
-            let graph = graph.expect("two steps");
+            let graph = captured(stream, || (0..2).try_for_each(step));
             (0..STEPS).for_each(|_| graph.launch().unwrap());
             expect(2);
         });
@@ -244,23 +246,11 @@ fn join(
     max_part_bytes: usize,
     timeout: Duration,
 ) -> Result<GpuRanks, Error> {
-    let context = CudaContext::new(number).unwrap();
-    // SAFETY: the tests wait for the stream before they read.
-    unsafe { context.disable_event_tracking() };
-    let stream = context.new_stream().unwrap();
+    let stream = stream(number);
     let options = PeerOptions { nccl: Options { timeout, ..Options::default() }, max_part_bytes };
     let transport = PeerMemory::join(&stream, id, (number, count), &options)?;
     let device = regard_nccl::nccl::GpuRank::new(stream)?;
     Ok(GpuRanks { device, transport: Box::new(transport) })
-}
-
-/// Runs `work` on every GPU, each on a thread.
-fn on_threads<R: Send>(count: usize, work: impl Fn(usize, GroupId) -> R + Sync) -> Vec<R> {
-    let (work, id) = (&work, GroupId::new().unwrap());
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || work(rank, id))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
 }
 
 #[test]

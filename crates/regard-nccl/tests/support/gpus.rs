@@ -50,27 +50,32 @@ pub fn on_gpus<R: Send + PartialEq>(count: usize, work: impl Fn(GpuRanks) -> R +
 
 /// The same over one of them.
 pub fn over<R: Send>(count: usize, peers: bool, work: impl Fn(GpuRanks) -> R + Sync) -> Vec<R> {
+    on_threads(count, |number, id| {
+        let (stream, place) = (stream(number), (number, count));
+        let nccl = Options { timeout: TIMEOUT, ..Options::default() };
+        let options = PeerOptions { nccl, ..PeerOptions::default() };
+        let device = GpuRank::new(Arc::clone(&stream)).unwrap();
+        let transport: Box<dyn Transport<Queue = _>> = match peers {
+            true => Box::new(PeerMemory::join(&stream, id, place, &options).unwrap()),
+            false => Box::new(Nccl::join(&stream, id, place, &nccl).unwrap()),
+        };
+        work(Rank { device, transport })
+    })
+}
+
+/// Runs `work` for every GPU of a new group, each on a thread; results in the order of ranks.
+pub fn on_threads<R: Send>(count: usize, work: impl Fn(usize, GroupId) -> R + Sync) -> Vec<R> {
     let (work, id) = (&work, GroupId::new().unwrap());
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..count)
-            .map(|number| {
-                scope.spawn(move || {
-                    let context = CudaContext::new(number).unwrap();
-                    // SAFETY: the tests wait for the stream before they read.
-                    unsafe { context.disable_event_tracking() };
-                    let stream = context.new_stream().unwrap();
-                    let nccl = Options { timeout: TIMEOUT, ..Options::default() };
-                    let options = PeerOptions { nccl, ..PeerOptions::default() };
-                    let place = (number, count);
-                    let device = GpuRank::new(Arc::clone(&stream)).unwrap();
-                    let transport: Box<dyn Transport<Queue = _>> = match peers {
-                        true => Box::new(PeerMemory::join(&stream, id, place, &options).unwrap()),
-                        false => Box::new(Nccl::join(&stream, id, place, &nccl).unwrap()),
-                    };
-                    work(Rank { device, transport })
-                })
-            })
-            .collect();
+        let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || work(rank, id))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// A stream of a GPU.
+pub fn stream(number: usize) -> Arc<CudaStream> {
+    let context = CudaContext::new(number).unwrap();
+    // SAFETY: the tests wait for the stream before they read.
+    unsafe { context.disable_event_tracking() };
+    context.new_stream().unwrap()
 }
