@@ -529,7 +529,7 @@ impl DecodeGrid {
             false if prefix::leaves_room(problem, facts) => {
                 Occupancy::beside_prefix(shape, tiles, facts)
             }
-            false => Occupancy::alone(shape, tiles, facts, kernel.cache),
+            false => Occupancy::alone(problem, facts, kernel),
         };
         let invariant = problem.batch_invariant;
         let unit_keys = if invariant { INVARIANT_KEYS } else { shape.strip_keys() };
@@ -633,24 +633,28 @@ impl Occupancy {
     /// For a decode kernel that runs alone. One large CTA has the most reads in flight and leaves
     /// the fewest partial states. With several tiles per CTA, smaller CTAs are better: some start
     /// or end a tile while others read.
-    fn alone(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> Occupancy {
+    fn alone(problem: &Problem, facts: &CudaFacts, kernel: &DecodeKernel) -> Occupancy {
+        let shape = &kernel.shape;
+        let tiles = tiles(problem, kernel.tile_rows);
         let max_groups = max_key_groups(shape, facts.shared_bytes);
         let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
             0 | 1 => 1,
             // Codes have half the bytes per key, and heads whose rows share cache lines should be
             // read at the same time.
-            3.. if cache.has_codes() => 4,
+            3.. if kernel.cache.has_codes() => 4,
+            // Products of f32 take more time than reads.
+            _ if problem.dtype == DType::F32 && kernel.cache == Cache::Elements => 4,
             2..=5 => 2,
             _ => 4,
         };
         let ctas = wanted.min(max_groups);
         // The driver reserves 1 KiB of shared memory per CTA.
         let shared = (facts.shared_bytes + 1024) / ctas;
-        match max_key_groups(shape, shared.saturating_sub(1024)).min(max_groups / ctas) {
-            groups if groups > 0 && shape.shared_bytes(groups) + 1024 <= shared => {
-                Occupancy { ctas_per_multiprocessor: ctas, key_groups: groups }
-            }
-            _ => Occupancy { ctas_per_multiprocessor: 1, key_groups: max_groups },
+        let groups = max_key_groups(shape, shared.saturating_sub(1024)).min(max_groups / ctas);
+        let fits = groups > 0 && shape.shared_bytes(groups) + 1024 <= shared;
+        match fits && (ctas * groups == max_groups || !needs_all_groups(problem, kernel)) {
+            true => Occupancy { ctas_per_multiprocessor: ctas, key_groups: groups },
+            false => Occupancy { ctas_per_multiprocessor: 1, key_groups: max_groups },
         }
     }
 
@@ -664,6 +668,15 @@ impl Occupancy {
             _ => Occupancy { ctas_per_multiprocessor: 1, key_groups: groups },
         }
     }
+}
+
+/// Whether smaller CTAs have to hold as many groups of warps together as one large CTA. A launch
+/// that starts early fills the room that they leave on some multiprocessors, which then have more
+/// of its CTAs than others (1.3 times the time at head dims 256 and 512). Keys that are read one by
+/// one need all the warps that fit.
+fn needs_all_groups(problem: &Problem, kernel: &DecodeKernel) -> bool {
+    let starts_early = kernel.module.architecture >= registry::Architecture::Compute90;
+    starts_early || kernel.cache == Cache::Any || problem.key_lists.is_some()
 }
 
 /// The launch of an append.
