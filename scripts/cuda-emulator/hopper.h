@@ -107,13 +107,11 @@ static inline void tma_store(const TensorMap &map, unsigned from, const TmaCoord
             if (to) memcpy(to, emu_at(swz(from + r * 128 + 2 * i), 2), 2);
         }
 }
-static inline void bulk_store(void *to, unsigned from, int bytes) { memcpy(to, emu_at(from, bytes), bytes); }
 static inline void bulk_prefetch(unsigned long long, const void *from, int bytes) {
     if ((uintptr_t)from % 16 || bytes % 16) abort();
 }
 static inline void tma_store_commit() {}
 static inline void tma_store_wait() {}
-static inline void tma_store_finish() {}
 static inline void prefetch_tensor_map(const TensorMap &) {}
 static inline void fence_proxy_async() {}
 static inline void fence_mbarrier_init() {}

@@ -53,7 +53,7 @@ parameters! {
         Elements,
         /// In 16-byte chunks.
         Chunks,
-        /// In 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims.
+        /// In 16-byte chunks that rows fill, 16 contiguous keys at a time.
         PageAligned16,
     }
     /// A byte of the tile map of a mask: what the mask does to the scores of a K tile.

@@ -179,44 +179,41 @@ pub(super) fn attention(
 }
 
 /// Loads that keys and values allow. Queries have the same alignment.
-pub(super) fn load_kind(
-    parameters: &AttentionParameters,
-    inputs: &Inputs<DeviceMemory>,
-    exact_dims: bool,
-) -> LoadKind {
+pub(super) fn load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> LoadKind {
     let second = [inputs.attention.second_k, inputs.second_values()];
     let operands = [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(second.iter().flatten());
     match { operands }.all(reads_16_bytes) {
+        true => aligned_load_kind(problem),
         false => LoadKind::Elements,
-        true if exact_dims && (parameters.block_size == 0 || parameters.block_size % 16 == 0) => {
-            LoadKind::PageAligned16
-        }
-        true => LoadKind::Chunks,
+    }
+}
+
+/// Loads of rows that start at multiples of 16 bytes.
+fn aligned_load_kind(problem: &Problem) -> LoadKind {
+    let rows = [(problem.head_dim, problem.key_dtype), (problem.value_dim, problem.value_dtype)];
+    let fill_chunks = rows.iter().all(|(dim, dtype)| (dim * dtype.size()).is_multiple_of(16));
+    match fill_chunks && work::page_aligned_16(problem) {
+        true => LoadKind::PageAligned16,
+        false => LoadKind::Chunks,
     }
 }
 
 /// Loads that keys and values allow to a decode kernel's module.
-fn decode_load_kind(
-    parameters: &AttentionParameters,
-    inputs: &Inputs<DeviceMemory>,
-    decode: &Decode,
-) -> LoadKind {
+fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &Decode) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Latent | Cache::Mla656 => {
-            return load_kind(parameters, inputs, decode.exact_dims);
-        }
+        Cache::Elements | Cache::Latent | Cache::Mla656 => load_kind(problem, inputs),
         // Keys and values are read value by value; this is about queries.
-        Cache::Any if reads_16_bytes(&inputs.q) => return LoadKind::Chunks,
-        Cache::Any => return LoadKind::Elements,
-        Cache::Bytes if !caches.into_iter().all(reads_16_bytes) => return LoadKind::Elements,
-        Cache::Bytes => {}
-        Cache::Q8_0 | Cache::Q4_0 if caches.into_iter().all(reads_block_rows) => {}
-        Cache::Q8_0 | Cache::Q4_0 => return LoadKind::Elements,
-    }
-    match decode.exact_dims && (parameters.block_size == 0 || parameters.block_size % 16 == 0) {
-        true => LoadKind::PageAligned16,
-        false => LoadKind::Chunks,
+        Cache::Any if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
+        Cache::Any => LoadKind::Elements,
+        Cache::Bytes if !caches.into_iter().all(reads_16_bytes) => LoadKind::Elements,
+        Cache::Bytes => aligned_load_kind(problem),
+        Cache::Q8_0 | Cache::Q4_0 if !caches.into_iter().all(reads_block_rows) => {
+            LoadKind::Elements
+        }
+        // Copies of blocks are made for the module's dims.
+        Cache::Q8_0 | Cache::Q4_0 if !decode.exact_dims => LoadKind::Chunks,
+        Cache::Q8_0 | Cache::Q4_0 => aligned_load_kind(problem),
     }
 }
 
@@ -355,7 +352,7 @@ pub(super) fn decode_call(
         max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
-    parameters.load_kind = match (decode_load_kind(&parameters, inputs, decode), lists) {
+    parameters.load_kind = match (decode_load_kind(problem, inputs, decode), lists) {
         // Keys of a list are anywhere, unless the module is for lists of pages.
         (LoadKind::PageAligned16, Some(_)) if !has_page_module(decode) => LoadKind::Chunks,
         (load_kind, _) => load_kind,
@@ -392,7 +389,7 @@ pub(super) fn prefill_call<'a>(
 ) -> PrefillCall<'a> {
     let mut attention = attention(problem, inputs, outputs, workspace);
     let described = maps(problem, &plan.specialized, inputs, outputs);
-    let specialized_load_kind = load_kind(&attention, inputs, plan.specialized.exact_dims);
+    let specialized_load_kind = load_kind(problem, inputs);
     let scales_suit = !plan.specialized.head_scales || has_head_scales(inputs);
     let suits_specialized = match plan.specialized.tensor_maps {
         true => described.is_some() && scales_suit,
@@ -408,7 +405,7 @@ pub(super) fn prefill_call<'a>(
     };
     let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
     attention.load_kind = match kernel.cache {
-        Cache::Elements => load_kind(&attention, inputs, kernel.exact_dims),
+        Cache::Elements => load_kind(problem, inputs),
         // This is about queries.
         _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         _ => LoadKind::Elements,

@@ -83,8 +83,6 @@ pub struct Prefix {
     pub tile_rows: usize,
     /// Keys a K tile.
     pub tile_keys: usize,
-    /// Whether the problem's head dims are those that the modules are compiled for.
-    pub exact_dims: bool,
     /// Maximum query tokens of a sequence of a group: prefill computes longer ones.
     pub max_query_len: i32,
     /// Offsets in the workspace.
@@ -239,7 +237,6 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
         tensor_maps: config.prefix_family().uses_wgmma(),
         tile_rows: config.tile_rows,
         tile_keys: config.tile_keys,
-        exact_dims,
         max_query_len: decode.max_query_len,
         layout: PrefixLayout::new(problem, launches.workspace_bytes, states, value_dim),
     })
@@ -322,7 +319,7 @@ mod call {
             workspace: u64,
         ) -> PrefixCall {
             let mut attention = attention(problem, inputs, outputs, workspace);
-            attention.load_kind = load_kind(&attention, inputs, self.exact_dims);
+            attention.load_kind = load_kind(problem, inputs);
             attention.max_query_len = self.max_query_len;
             let maps = self.describe(problem, inputs);
             let suits = attention.load_kind == LoadKind::PageAligned16

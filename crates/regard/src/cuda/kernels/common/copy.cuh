@@ -20,6 +20,11 @@ static __device__ __forceinline__ void cp_async_sectors(unsigned to, const void 
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// Copies 8 bytes through L1, or writes zeros.
+static __device__ __forceinline__ void cp_async_eight(unsigned to, const void *from, bool present) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(present ? 8 : 0) : "memory");
+}
+
 // Copies 4 bytes, or writes zeros.
 static __device__ __forceinline__ void cp_async_word(unsigned to, const void *from, bool present) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");

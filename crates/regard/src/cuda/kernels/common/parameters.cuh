@@ -28,7 +28,7 @@ enum class MaskKind : int {
 enum class LoadKind : int {
     Elements = 0, // Element by element: rows are not 16-byte aligned.
     Chunks = 1, // In 16-byte chunks.
-    PageAligned16 = 2, // In 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims.
+    PageAligned16 = 2, // In 16-byte chunks that rows fill, 16 contiguous keys at a time.
 };
 
 // A byte of the tile map of a mask: what the mask does to the scores of a K tile.

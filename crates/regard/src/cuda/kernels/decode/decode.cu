@@ -258,8 +258,8 @@ struct Worker {
                 value_at[k] = k ? value_at[0] + 16 * k * value_stride : first * value_stride;
             }
         }
-        key_rows.load(*this, keys, key_at, key_stride, key_tile);
-        value_rows.load(*this, values, value_at, value_stride, key_tile);
+        key_rows.load(*this, keys, key_at, key_stride, key_tile, params.head_dim);
+        value_rows.load(*this, values, value_at, value_stride, key_tile, params.value_dim);
     }
 #endif
 

@@ -1,10 +1,11 @@
-// Copies of K tiles in the common case: rows of exactly DIM elements, in runs of 16 keys. What a lane needs for its
-// part is found once per tile, because the main loop of decode is short of instructions, not of registers.
+// Copies of K tiles in the common case: rows in runs of 16 keys. What a lane needs for its part is found once per tile,
+// because the main loop of decode is short of instructions, not of registers.
 #pragma once
 #include "common/copy.cuh"
 #include "decode/decode_shape.cuh"
 
-// Rows of elements, which fill chunks of 16 bytes. Several lanes copy a row, the others the next rows.
+// Rows of elements, which fill chunks of 16 bytes. Several lanes copy a row, the others the next rows. Rows may be
+// shorter than DIM in the fallback: zeros follow.
 template <int DIM, int PITCH> struct ElementRows {
     static constexpr int CHUNKS = DIM / CACHE_CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
     static constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
@@ -21,9 +22,10 @@ template <int DIM, int PITCH> struct ElementRows {
         from = KEEPS_LANE ? base + lane_offset(stride, lane) : base;
     }
 
-    // Starts the copies of a K tile into a pipeline stage.
-    template <class Worker> __device__ __forceinline__ void
-    load(const Worker &w, unsigned to, const long long (&runs)[MMA_KEY_TILES], long long stride, int key_tile) const {
+    // Starts the copies of a K tile into a pipeline stage. `dims`: of a row.
+    template <class Worker> __device__ __forceinline__ void load(const Worker &w, unsigned to,
+                                                                 const long long (&runs)[MMA_KEY_TILES],
+                                                                 long long stride, int key_tile, int dims) const {
         int row = w.lane / LANES, column = w.lane % LANES * 16;
         int warp = WARPS_PER_GROUP > 1 ? threadIdx.x / 32 % WARPS_PER_GROUP : 0;
         unsigned keys = w.key_end - w.key_start, key = key_tile * TILE_KEYS + row - w.key_start;
@@ -32,9 +34,11 @@ template <int DIM, int PITCH> struct ElementRows {
         for (int i = 0; i < ROW_ROUNDS; i++) {
             if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp % ROW_ROUNDS) continue;
             unsigned long long source = start + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
-            int bytes = key + i * AT_ONCE < keys ? 16 : 0;
+            bool present = key + i * AT_ONCE < keys;
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
+                bool in_row = !IS_FALLBACK || column + j * LANES * 16 < dims * CACHE_BYTES;
+                int bytes = present && in_row ? 16 : 0;
                 if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
                 unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column + j * LANES * 16 % 128);
                 unsigned to_chunk = place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128;
@@ -47,11 +51,6 @@ template <int DIM, int PITCH> struct ElementRows {
         }
     }
 };
-
-// Copies 8 bytes through L1, or writes zeros.
-static __device__ __forceinline__ void cp_async_eight(unsigned to, const void *from, bool present) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(present ? 8 : 0) : "memory");
-}
 
 // Rows of blocks, which start at multiples of 4, 8 or 16 bytes. Several lanes copy a row in whole chunks of 16 bytes,
 // the others the next rows; what is left of a row is copied by one lane. Sources are without the offset of a run,
@@ -88,9 +87,10 @@ template <int DIM, int PITCH> struct BlockRows {
         }
     }
 
-    // Starts the copies of a K tile into a pipeline stage.
-    template <class Worker> __device__ __forceinline__ void
-    load(const Worker &w, unsigned to, const long long (&runs)[MMA_KEY_TILES], long long stride, int key_tile) const {
+    // Starts the copies of a K tile into a pipeline stage. Rows have DIM elements.
+    template <class Worker> __device__ __forceinline__ void load(const Worker &w, unsigned to,
+                                                                 const long long (&runs)[MMA_KEY_TILES],
+                                                                 long long stride, int key_tile, int) const {
         int warp = WARPS_PER_GROUP > 1 ? threadIdx.x / 32 % WARPS_PER_GROUP : 0;
         unsigned keys = w.key_end - w.key_start, first = key_tile * TILE_KEYS - w.key_start, row = w.lane / LANES;
 #pragma unroll

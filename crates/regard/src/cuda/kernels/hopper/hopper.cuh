@@ -145,12 +145,6 @@ static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned 
                  : "memory");
 }
 
-// Copies contiguous bytes, a multiple of 16, to global memory.
-static __device__ __forceinline__ void bulk_store(void *to, unsigned from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
 // Asks for contiguous bytes, a multiple of 16, to be brought to L2.
 static __device__ __forceinline__ void bulk_prefetch(unsigned long long policy, const void *from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
@@ -158,12 +152,10 @@ static __device__ __forceinline__ void bulk_prefetch(unsigned long long policy, 
 }
 
 static __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until this thread's TMA and bulk stores have read their shared memory.
+// Waits until this thread's TMA stores have read their shared memory.
 static __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// Waits until they have written global memory.
-static __device__ __forceinline__ void tma_store_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 static __device__ __forceinline__ void prefetch_tensor_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((unsigned long long)&map) : "memory");
