@@ -15,7 +15,7 @@ const TILE_KEYS: usize = 64;
 const COMBINE_THREADS: usize = 512;
 
 /// Its shared memory: `CombineShared` of the kernel.
-const COMBINE_SHARED_BYTES: usize = COMBINE_THREADS * (16 + 4) + 2 * (COMBINE_THREADS / 32) * 4;
+const COMBINE_SHARED_BYTES: usize = COMBINE_THREADS * (16 + 2 * 4) + 2 * (COMBINE_THREADS / 32) * 4;
 
 /// Parts of a tile from which on a CTA has no more than one row.
 const MANY_PARTS: usize = 32;

@@ -2,7 +2,7 @@
 // many, else in `decode`, by the CTA that is the last to finish one.
 #pragma once
 #include "decode/decode_combine_entry.cuh"
-#include "hopper/latent_shape.cuh"
+#include "hopper/latent_partials.cuh"
 
 namespace latent {
 
@@ -15,7 +15,8 @@ constexpr int COMBINE_CTAS_PER_SM = TILE_ROWS > 64 ? 2 : 1;
 
 struct CombineShared {
     float4 out[COMBINE_THREADS];
-    float weights[COMBINE_THREADS]; // of parts; a row has no more than threads
+    // Of parts, and of halves of their outputs if these have units; a row has no more parts than threads.
+    float weights[PARTIAL_UNITS ? PARTIAL_UNITS : 1][COMBINE_THREADS];
     float maxima[COMBINE_THREADS / 32], sums[COMBINE_THREADS / 32];
 };
 
@@ -34,6 +35,12 @@ struct CombineShape {
     }
 };
 
+// Calls `f` for the halves of outputs that have weights of their own.
+template <class F> static __device__ __forceinline__ void for_halves(F f) {
+#pragma unroll
+    for (int half = 0; half < (PARTIAL_UNITS ? PARTIAL_UNITS : 1); half++) f(half);
+}
+
 // Combines the parts of a row, which may not exist. `slice`: of the row's outputs.
 static __device__ __forceinline__ void combine_slice(const AttentionParameters &params, const SplitTile &split,
                                                      const CombineShape &shape, int first_row, int slice) {
@@ -47,20 +54,22 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     // A thread per four outputs of some parts, in batches: loads have long latency, so the first batch is on its way
     // while the weights are found, and each is loaded whole before any of it is used.
-    constexpr int BATCH = COMBINE_CTAS_PER_SM > 1 ? 6 : 8; // as many as registers allow
-    float4 values[BATCH];
+    constexpr int BATCH = (COMBINE_CTAS_PER_SM > 1 ? 24 : 32) / (sizeof(PartialFour) / 4); // as registers allow
+    PartialFour values[BATCH];
     auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * groups < parts)
-                values[i] =
-                    __ldcg((const float4 *)(slot(first + i * groups) + 2 * TILE_ROWS + row * VALUE_DIM) + column);
+            if (first + i * groups < parts) values[i] = PartialTile{slot(first + i * groups)}.four(row, 4 * column);
     };
     load(group);
     // A thread per part: their weights.
     State own = {-INF, 0.0f};
     int part = thread - first_thread;
-    if (part < parts) own = {__ldcg(slot(part) + row), __ldcg(slot(part) + TILE_ROWS + row)};
+    float units[PARTIAL_UNITS ? PARTIAL_UNITS : 1] = {};
+    if (part < parts) {
+        own = PartialTile{slot(part)}.state(row);
+        for_halves([&](int half) { units[half] = PartialTile{slot(part)}.unit_of_half(half, row); });
+    }
     float row_max = own.max;
 #pragma unroll
     for (int step = 16; step; step /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
@@ -69,11 +78,12 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
 #pragma unroll 4
     for (int i = 0; i < warps; i++) row_max = fmaxf(row_max, shared.maxima[first_thread / 32 + i]);
     float weight = exp2_fast(own.max - (row_max == -INF ? 0.0f : row_max)), sum = __fmul_rn(own.sum, weight);
-    shared.weights[thread] = weight;
+    for_halves([&](int half) { shared.weights[half][thread] = __fmul_rn(weight, units[half]); });
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) shared.sums[thread / 32] = sum;
     __syncthreads();
+    const float *weights = shared.weights[PARTIAL_UNITS ? 4 * column / DIMS_PER_WARPGROUP : 0] + first_thread;
     sum = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < warps; i++) sum += shared.sums[first_thread / 32 + i];
@@ -83,8 +93,7 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
         if (first != group) load(first);
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * groups < parts)
-                out = add_four(out, shared.weights[first_thread + first + i * groups], values[i]);
+            if (first + i * groups < parts) out = add_four(out, weights[first + i * groups], unpack_four(values[i]));
     }
     if (groups > 1) {
         shared.out[thread] = out;
@@ -100,6 +109,22 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     store_four(params, out_offset(params, split.tile, head, token), 4 * column, scale_four(out, finalized.factor),
                element_out_type(params));
     if (params.lse.pointer && column == 0) store_lse(params, split.tile, head, token, finalized.lse);
+}
+
+// Combines the parts of a row and writes it. One warp per row.
+static __device__ __forceinline__ void combine_whole_row(const AttentionParameters &params, const Piece &piece, int row,
+                                                         int lane) {
+    PartialStates slot = {partial_state(params, piece.first_part, 1),
+                          params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
+    RowState state = empty_row();
+    combine_states<1>(
+        1.0f, state, piece.last_part - piece.first_part + 1, lane,
+        [&](int k) { return PartialTile{slot(k)}.state(row); },
+        [&](int k, int column) {
+            PartialTile part = {slot(k)};
+            return scale_four(unpack_four(part.four(row, column)), part.unit_of_half(column / DIMS_PER_WARPGROUP, row));
+        });
+    store_row(params, piece.tile, row, lane, state, element_out_type(params));
 }
 
 // Combines the tiles that a CTA is the last to finish a part of. The scheduler and the loaders call this, when they
@@ -120,8 +145,7 @@ static __device__ __forceinline__ void combine_parts(const AttentionParameters &
             int end = min(piece.tile.rows, first_row_of_cta() + ROWS);
 #pragma unroll 1
             for (int row = first_row_of_cta() + thread / 32; row < end; row += PRODUCER_WARPS)
-                combine_row<1>(params, piece.tile, row, thread & 31, piece.first_part, piece.last_part,
-                               element_out_type(params));
+                combine_whole_row(params, piece, row, thread & 31);
         }
         hopper::named_barrier_sync(PART_BARRIER, 32 * PRODUCER_WARPS);
     }

@@ -1,6 +1,6 @@
 // Shared by all consumers of the decode kernel for latent caches: queries, chunks of values, and the ends of pieces.
 #pragma once
-#include "hopper/latent_shape.cuh"
+#include "hopper/latent_partials.cuh"
 
 namespace latent {
 
@@ -85,10 +85,14 @@ struct Consumer {
         }
     }
 
-    // The outputs of a row of the CTA in the workspace.
-    __device__ __forceinline__ float *partial_row(const Piece &piece, int row) const {
-        return partial_state(params, part_index(), piece.starts_here ? 0 : 1) + 2 * TILE_ROWS +
-               (first_row_of_cta() + row) * VALUE_DIM;
+    // The CTA's state of a part of a tile in the workspace.
+    __device__ __forceinline__ PartialTile partial_tile(const Piece &piece) const {
+        return {partial_state(params, part_index(), piece.starts_here ? 0 : 1)};
+    }
+
+    // The outputs of a row of the CTA there.
+    __device__ __forceinline__ PartialOutput *partial_row(const Piece &piece, int row) const {
+        return partial_tile(piece).outputs(first_row_of_cta() + row);
     }
 
     // Offset of a row of the CTA in the output.
@@ -111,9 +115,9 @@ struct Consumer {
             return finalized.factor;
         }
         if (stores) {
-            float *partial = partial_state(params, part_index(), piece.starts_here ? 0 : 1);
-            partial[row] = state.max;
-            partial[TILE_ROWS + row] = state.sum;
+            PartialTile partial = partial_tile(piece);
+            *partial.max(row) = state.max;
+            *partial.sum(row) = state.sum;
         }
         return 1.0f;
     }

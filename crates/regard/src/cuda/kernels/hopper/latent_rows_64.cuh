@@ -373,8 +373,9 @@ struct RowConsumer : Consumer {
         }
         bool present = first_row_of_cta() + staged_row() < piece.tile.rows;
         if (!piece.is_whole()) {
-            float *to = partial_row(piece, staged_row()) + first_dim();
-            store_staged<float2>(to, present, factor, make_float2);
+            set_units(piece, factor);
+            store_staged<unsigned>(partial_row(piece, staged_row()) + first_dim(), present, factor,
+                                   [](float x, float y) { return Element<ElementType::F16>::pack(x, y); });
         } else {
             long long at = present ? out_row(piece, staged_row()) + first_dim() : 0;
             if (params.out_f32) {
@@ -383,6 +384,28 @@ struct RowConsumer : Consumer {
                 store_staged<unsigned>((unsigned short *)params.out.pointer + at, present, factor,
                                        [](float x, float y) { return E::pack(bound_output(x), bound_output(y)); });
             }
+        }
+    }
+
+    // Stores the units of a part's outputs. `factor`: what makes outputs multiples of them.
+    __device__ __forceinline__ void set_units(const Piece &piece, float (&factor)[2]) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float largest = 0.0f;
+#pragma unroll
+            for (int i = 0; i < OWN_CHUNKS; i++)
+#pragma unroll
+                for (int j = 0; j < CHUNK_DIMS / 2; j++) {
+                    // x + 0 x is NaN if x is not finite, and fmaxf ignores NaN.
+                    float x = out[i][j];
+                    if (j / 2 % 2 == h) largest = fmaxf(largest, fabsf(fmaf(x, 0.0f, x)));
+                }
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+            PartialUnit unit(largest);
+            factor[h] = unit.factor;
+            int own_row = first_row_of_cta() + row(h);
+            if (lane % 4 == 0 && own_row < piece.tile.rows) *partial_tile(piece).unit(warpgroup, own_row) = unit.unit;
         }
     }
 
