@@ -642,8 +642,12 @@ impl Occupancy {
             // Codes have half the bytes per key, and heads whose rows share cache lines should be
             // read at the same time.
             3.. if kernel.cache.has_codes() => 4,
-            // Products of f32 take more time than reads.
-            _ if problem.dtype == DType::F32 && kernel.cache == Cache::Elements => 4,
+            // Products of f32 take more time than reads; rows of a line or less are read faster.
+            _ if kernel.cache == Cache::Elements
+                && (problem.dtype == DType::F32 || shape.key_bytes() <= 2 * LINE_BYTES) =>
+            {
+                4
+            }
             2..=5 => 2,
             _ => 4,
         };
