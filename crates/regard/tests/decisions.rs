@@ -190,6 +190,7 @@ fn decode() -> Vec<(&'static str, Problem)> {
         ("d1kb128, paged 16", Problem { keys: PAGED, ..causal(128, [32, 8], 128, [1, 1024]) }),
         ("d2kb64 f32", causal(64, [32, 8], 128, [1, 2048]).with_dtype(DType::F32)),
         ("d2kb64d256", causal(64, [16, 8], 256, [1, 2048])),
+        ("d2kb64d64", causal(64, [16, 8], 64, [1, 2048])),
         ("d2kd64", causal(1, [9, 3], 64, [1, 2048])),
         ("d100: a short cache", causal(1, [32, 8], 128, [1, 100])),
         ("v8: verify 8 tokens", causal(1, [32, 8], 128, [8, 4096])),
