@@ -7,6 +7,7 @@
 //! - [`cache`]: the storage of keys and values;
 //! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan per step, shared
 //!   prefixes, preemption;
+//! - `flash`: candle-flash-attn over the same cache, to compare with (feature `candle-flash-attn`);
 //! - [`graph`]: decode steps captured in CUDA graphs;
 //! - [`stopwatch`]: the time of a part of the work, on the host or on a GPU;
 //! - [`text`]: tokenizer and chat template.
@@ -14,6 +15,8 @@
 pub mod attend;
 pub mod cache;
 pub mod engine;
+#[cfg(feature = "candle-flash-attn")]
+pub mod flash;
 pub mod graph;
 pub mod model;
 mod prefix;

@@ -3,6 +3,8 @@
 //!
 //! Each measurement takes about a minute. The machine should have nothing else to do.
 
+#[cfg(feature = "candle-flash-attn")]
+mod calls;
 mod measure;
 mod picture;
 mod shapes;
@@ -82,7 +84,7 @@ enum Command {
         out: PathBuf,
     },
     /// Decode steps of models of real shapes and random weights, in bf16, with regard's attention
-    /// and with candle's
+    /// and with candle's; with candle-flash-attn's too, if the build has it
     Shapes {
         /// llama-1b, llama-8b
         #[arg(long = "shape", value_delimiter = ',', default_value = "llama-1b,llama-8b")]
@@ -111,6 +113,9 @@ enum Command {
         #[arg(long)]
         out: PathBuf,
     },
+    /// Calls of candle-flash-attn, and the same calls of regard-candle's functions of those names
+    #[cfg(feature = "candle-flash-attn")]
+    Calls,
     /// The table, in Markdown, and the picture
     Report {
         /// Files that `share`, `rate`, `memory` and `prefix` wrote
@@ -270,12 +275,19 @@ fn run(command: Command) -> Result<()> {
                 kinds.extend(graphs.then_some(shapes::Kind::Graph(cache)));
             }
             kinds.extend((!no_candle).then_some(shapes::Kind::Candle));
+            #[cfg(feature = "candle-flash-attn")]
+            kinds.push(shapes::Kind::Flash);
             let mut served = Vec::new();
             for shape in shapes {
                 served.extend(shapes::served(&shape, &device, &at, &kinds)?);
             }
             print!("{}", shapes::table(&served));
             write(&out, &Results { served, ..Results::default() })
+        }
+        #[cfg(feature = "candle-flash-attn")]
+        Command::Calls => {
+            print!("{}", calls::table(&calls::measure()?));
+            Ok(())
         }
         Command::Report { results, plot } => {
             let mut all = Results::default();

@@ -5,6 +5,8 @@ use super::measure::{median, tokens};
 use candle_core::{D, DType, Device, Result, Tensor};
 use generate::attend::{Attend, Composed, Mode, Paged};
 use generate::cache::{CacheType, rows_for};
+#[cfg(feature = "candle-flash-attn")]
+use generate::flash::PagedFlash;
 use generate::graph::DecodeGraph;
 use generate::model::{Config, Llama, Rows, Shape};
 use regard::paged::{PageAllocator, SequenceId, Step};
@@ -73,26 +75,31 @@ struct Cache {
 }
 
 impl Cache {
-    fn new(model: &Llama, kind: CacheType, requests: usize, context: usize) -> Result<Cache> {
+    fn new(
+        model: &Llama,
+        kind: CacheType,
+        block_size: usize,
+        (requests, context): (usize, usize),
+    ) -> Result<Cache> {
         let wrap = candle_core::Error::wrap;
         let config = model.config();
-        let blocks = requests * (context + WARM_UP + STEPS).div_ceil(BLOCK_SIZE);
+        let blocks = requests * (context + WARM_UP + STEPS).div_ceil(block_size);
         let shape = CacheShape {
             layers: config.layers,
             blocks,
-            block_size: BLOCK_SIZE,
+            block_size,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
         };
         let cache = kind.pages(shape, DType::BF16, model.device())?;
         fill(&cache, model.device())?;
-        let mut pages = PageAllocator::new(blocks, BLOCK_SIZE).map_err(wrap)?;
+        let mut pages = PageAllocator::new(blocks, block_size).map_err(wrap)?;
         let sequences: Vec<SequenceId> = (0..requests).map(|_| pages.create()).collect();
         // In turns, so that the pages of a sequence are not neighbours.
-        for begun in (0..context).step_by(BLOCK_SIZE) {
+        for begun in (0..context).step_by(block_size) {
             for &sequence in &sequences {
                 // New pages only: there is nothing to copy, and nothing writes the slots.
-                let _ = pages.append(sequence, BLOCK_SIZE.min(context - begun)).map_err(wrap)?;
+                let _ = pages.append(sequence, block_size.min(context - begun)).map_err(wrap)?;
             }
         }
         Ok(Cache { cache, pages, sequences, step: Step::new() })
@@ -124,6 +131,9 @@ pub enum Kind {
     Graph(CacheType),
     /// candle's products and softmax.
     Candle,
+    /// candle-flash-attn's kernels.
+    #[cfg(feature = "candle-flash-attn")]
+    Flash,
 }
 
 /// The implementation that computes the attention.
@@ -131,20 +141,23 @@ enum Contender<'a> {
     Regard(Box<Cache>),
     Graph(Box<Cache>, Option<DecodeGraph<'a>>),
     Candle(Composed),
+    #[cfg(feature = "candle-flash-attn")]
+    Flash(Box<Cache>),
 }
 
 /// An implementation, with that many sequences and tokens in its cache.
-fn contender<'a>(
-    model: &'a Llama,
-    kind: Kind,
-    (requests, context): (usize, usize),
-) -> Result<Contender<'a>> {
-    let cache = |kind| Cache::new(model, kind, requests, context).map(Box::new);
+fn contender<'a>(model: &'a Llama, kind: Kind, point: (usize, usize)) -> Result<Contender<'a>> {
+    let cache = |kind, block_size| Cache::new(model, kind, block_size, point).map(Box::new);
     match kind {
-        Kind::Regard(kind) => return Ok(Contender::Regard(cache(kind)?)),
-        Kind::Graph(kind) => return Ok(Contender::Graph(cache(kind)?, None)),
+        Kind::Regard(kind) => return Ok(Contender::Regard(cache(kind, BLOCK_SIZE)?)),
+        Kind::Graph(kind) => return Ok(Contender::Graph(cache(kind, BLOCK_SIZE)?, None)),
         Kind::Candle => {}
+        #[cfg(feature = "candle-flash-attn")]
+        Kind::Flash => {
+            return Ok(Contender::Flash(cache(CacheType::Model, PagedFlash::PAGE_STEP)?));
+        }
     }
+    let (requests, context) = point;
     let Config { layers, kv_heads, head_dim, .. } = *model.config();
     let mut composed = Composed::new(layers, requests, model.device())?;
     for layer in 0..layers {
@@ -184,6 +197,13 @@ fn run<'a>(
             let before = attend.spent();
             read(&model.forward(rows, attend)?)?;
             Ok(Some(attend.spent() - before))
+        }
+        #[cfg(feature = "candle-flash-attn")]
+        Contender::Flash(cache) => {
+            cache.advance()?;
+            let mut attend = PagedFlash::new(&cache.cache, &cache.step)?;
+            read(&model.forward(rows, &mut attend)?)?;
+            Ok(Some(attend.spent()))
         }
     }
 }
@@ -237,6 +257,8 @@ pub fn served(
                 Kind::Regard(kind) => ("regard", cache_name(kind), false),
                 Kind::Graph(kind) => ("regard", cache_name(kind), true),
                 Kind::Candle => ("candle", "bf16", false),
+                #[cfg(feature = "candle-flash-attn")]
+                Kind::Flash => ("candle-flash-attn", "bf16", false),
             };
             let in_graph = if graph { ", in a graph" } else { "" };
             let what = format!("{name}, {requests} x {context}, {attention}, {cache}{in_graph}");
@@ -272,36 +294,46 @@ pub fn served(
     Ok(found)
 }
 
+/// What regard is compared with.
+const PEERS: [&str; 2] = ["candle", "candle-flash-attn"];
+
 /// The table, in Markdown.
 pub fn table(served: &[Served]) -> String {
+    let is_measured = |peer: &&str| served.iter().any(|served| served.attention == *peer);
+    let peers: Vec<&str> = PEERS.into_iter().filter(is_measured).collect();
     let mut text = String::from(
         "| model | requests | tokens before the step | cache | regard: tokens/s | step | attention \
-         | its share | candle: tokens/s | attention | its share | tokens/s, regard to candle |\n\
-         |---|---|---|---|---|---|---|---|---|---|---|---|\n",
+         | its share |",
     );
+    for peer in &peers {
+        text += &format!(" {peer}: tokens/s | attention | its share | regard to {peer} |");
+    }
+    text += &format!("\n|{}\n", "---|".repeat(8 + 4 * peers.len()));
     let rate = |served: &Served| served.requests as f64 / served.step_ms * 1e3;
     let attention = |served: &Served| match served.attention_ms {
         Some(ms) => format!("{ms:.2} ms | {:.0}%", 100.0 * ms / served.step_ms),
         None => "- | -".to_string(),
     };
     for ours in served.iter().filter(|served| served.attention == "regard") {
-        let theirs = served.iter().find(|served| {
-            served.attention == "candle"
-                && (&served.model, served.requests, served.context)
-                    == (&ours.model, ours.requests, ours.context)
-        });
-        let candle = theirs.map_or("not measured | | | ".to_string(), |candle| {
-            let (rate, ratio) = (rate(candle), rate(ours) / rate(candle));
-            format!("{rate:.0} | {} | {ratio:.2}x", attention(candle))
-        });
         let Served { model, cache, graph, requests, context, step_ms, .. } = ours;
         let graph = if *graph { ", graph" } else { "" };
         text += &format!(
-            "| {model} | {requests} | {context} | {cache}{graph} | {:.0} | {step_ms:.2} ms | {} \
-             | {candle} |\n",
+            "| {model} | {requests} | {context} | {cache}{graph} | {:.0} | {step_ms:.2} ms | {} |",
             rate(ours),
             attention(ours)
         );
+        for peer in &peers {
+            let theirs = served.iter().find(|served| {
+                served.attention == *peer
+                    && (&served.model, served.requests, served.context)
+                        == (model, *requests, *context)
+            });
+            text += &theirs.map_or(" not measured | | | |".to_string(), |theirs| {
+                let ratio = rate(ours) / rate(theirs);
+                format!(" {:.0} | {} | {ratio:.2}x |", rate(theirs), attention(theirs))
+            });
+        }
+        text += "\n";
     }
     text
 }
