@@ -195,7 +195,8 @@ pub fn table(measured: &[Measured]) -> String {
     );
     for Measured { function, what, theirs, ours, difference } in measured {
         text += &format!(
-            "| `{function}` | {what} | {theirs:.1} us | {ours:.1} us | {:.2}x | {difference:.4} |\n",
+            "| `{function}` | {what} | {theirs:.1} us | {ours:.1} us | {:.2}x \
+             | {difference:.4} |\n",
             theirs / ours
         );
     }
