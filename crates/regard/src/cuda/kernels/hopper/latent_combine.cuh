@@ -15,7 +15,8 @@ constexpr int COMBINE_CTAS_PER_SM = TILE_ROWS > 64 ? 2 : 1;
 
 struct CombineShared {
     float4 out[COMBINE_THREADS];
-    float weights[PARTIAL_WEIGHTS][COMBINE_THREADS]; // of parts; a row has no more than threads
+    // Of parts, and of halves of their outputs if these have units; a row has no more parts than threads.
+    float weights[PARTIAL_UNITS ? PARTIAL_UNITS : 1][COMBINE_THREADS];
     float maxima[COMBINE_THREADS / 32], sums[COMBINE_THREADS / 32];
 };
 
@@ -34,6 +35,12 @@ struct CombineShape {
     }
 };
 
+// Calls `f` for the halves of outputs that have weights of their own.
+template <class F> static __device__ __forceinline__ void for_halves(F f) {
+#pragma unroll
+    for (int half = 0; half < (PARTIAL_UNITS ? PARTIAL_UNITS : 1); half++) f(half);
+}
+
 // Combines the parts of a row, which may not exist. `slice`: of the row's outputs.
 static __device__ __forceinline__ void combine_slice(const AttentionParameters &params, const SplitTile &split,
                                                      const CombineShape &shape, int first_row, int slice) {
@@ -43,7 +50,8 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     int group = (thread - first_thread) / shape.width, column = slice * shape.width + thread % shape.width;
     int warps = row_threads / 32;
     int parts = row < split.rows ? split.parts.last - split.parts.first + 1 : 0;
-    PartialTiles tiles(params, split.parts.first);
+    PartialStates slot = {partial_state(params, split.parts.first, 1),
+                          params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     // A thread per four outputs of some parts, in batches: loads have long latency, so the first batch is on its way
     // while the weights are found, and each is loaded whole before any of it is used.
     constexpr int BATCH = (COMBINE_CTAS_PER_SM > 1 ? 24 : 32) / (sizeof(PartialFour) / 4); // as registers allow
@@ -51,17 +59,16 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * groups < parts) values[i] = tiles(first + i * groups).four(row, 4 * column);
+            if (first + i * groups < parts) values[i] = PartialTile{slot(first + i * groups)}.four(row, 4 * column);
     };
     load(group);
     // A thread per part: their weights.
     State own = {-INF, 0.0f};
     int part = thread - first_thread;
-    float units[PARTIAL_WEIGHTS] = {};
+    float units[PARTIAL_UNITS ? PARTIAL_UNITS : 1] = {};
     if (part < parts) {
-        own = tiles(part).state(row);
-#pragma unroll
-        for (int i = 0; i < PARTIAL_WEIGHTS; i++) units[i] = tiles(part).unit_of_half(i, row);
+        own = PartialTile{slot(part)}.state(row);
+        for_halves([&](int half) { units[half] = PartialTile{slot(part)}.unit_of_half(half, row); });
     }
     float row_max = own.max;
 #pragma unroll
@@ -71,8 +78,7 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
 #pragma unroll 4
     for (int i = 0; i < warps; i++) row_max = fmaxf(row_max, shared.maxima[first_thread / 32 + i]);
     float weight = exp2_fast(own.max - (row_max == -INF ? 0.0f : row_max)), sum = __fmul_rn(own.sum, weight);
-#pragma unroll
-    for (int i = 0; i < PARTIAL_WEIGHTS; i++) shared.weights[i][thread] = __fmul_rn(weight, units[i]);
+    for_halves([&](int half) { shared.weights[half][thread] = __fmul_rn(weight, units[half]); });
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) shared.sums[thread / 32] = sum;
@@ -108,12 +114,14 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
 // Combines the parts of a row and writes it. One warp per row.
 static __device__ __forceinline__ void combine_whole_row(const AttentionParameters &params, const Piece &piece, int row,
                                                          int lane) {
-    PartialTiles tiles(params, piece.first_part);
+    PartialStates slot = {partial_state(params, piece.first_part, 1),
+                          params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     RowState state = empty_row();
     combine_states<1>(
-        1.0f, state, piece.last_part - piece.first_part + 1, lane, [&](int k) { return tiles(k).state(row); },
+        1.0f, state, piece.last_part - piece.first_part + 1, lane,
+        [&](int k) { return PartialTile{slot(k)}.state(row); },
         [&](int k, int column) {
-            PartialTile part = tiles(k);
+            PartialTile part = {slot(k)};
             return scale_four(unpack_four(part.four(row, column)), part.unit_of_half(column / DIMS_PER_WARPGROUP, row));
         });
     store_row(params, piece.tile, row, lane, state, element_out_type(params));

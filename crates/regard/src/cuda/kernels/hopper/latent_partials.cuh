@@ -26,19 +26,19 @@ static __device__ __forceinline__ float4 unpack_four(uint2 four) {
                        F16::to_float((unsigned short)four.y), F16::to_float((unsigned short)(four.y >> 16)));
 }
 #endif
-// Weights of a part of a row when it is combined: one for all of its outputs, or one for those of each unit.
-constexpr int PARTIAL_WEIGHTS = PARTIAL_UNITS ? PARTIAL_UNITS : 1;
 constexpr int PARTIAL_HEADER_FLOATS = (2 + PARTIAL_UNITS) * TILE_ROWS;
 static_assert(PARTIAL_HEADER_FLOATS * 4 + TILE_ROWS * VALUE_DIM * (int)sizeof(PartialOutput) <= PARTIAL_FLOATS * 4,
               "the host reserves f32 outputs");
 
 // The state of a part of a tile.
 struct PartialTile {
-    float *begin;
+    const float *begin;
 
-    __device__ __forceinline__ float *max(int row) const { return begin + row; }
-    __device__ __forceinline__ float *sum(int row) const { return begin + TILE_ROWS + row; }
-    __device__ __forceinline__ float *unit(int half, int row) const { return begin + (2 + half) * TILE_ROWS + row; }
+    __device__ __forceinline__ float *max(int row) const { return (float *)begin + row; }
+    __device__ __forceinline__ float *sum(int row) const { return (float *)begin + TILE_ROWS + row; }
+    __device__ __forceinline__ float *unit(int half, int row) const {
+        return (float *)begin + (2 + half) * TILE_ROWS + row;
+    }
     __device__ __forceinline__ PartialOutput *outputs(int row) const {
         return (PartialOutput *)(begin + PARTIAL_HEADER_FLOATS) + row * VALUE_DIM;
     }
@@ -52,16 +52,6 @@ struct PartialTile {
     __device__ __forceinline__ PartialFour four(int row, int column) const {
         return __ldcg((const PartialFour *)(outputs(row) + column));
     }
-};
-
-// The states of a tile's parts, from part `first_part` on.
-struct PartialTiles {
-    PartialStates slots;
-
-    __device__ __forceinline__ PartialTiles(const AttentionParameters &params, int first_part)
-        : slots{partial_state(params, first_part, 1), params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS} {}
-
-    __device__ __forceinline__ PartialTile operator()(int part) const { return {(float *)slots(part)}; }
 };
 
 // The unit of outputs of which the largest is given, and what makes them multiples of it.
