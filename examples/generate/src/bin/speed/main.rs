@@ -118,7 +118,7 @@ enum Command {
     Calls,
     /// The table, in Markdown, and the picture
     Report {
-        /// Files that `share`, `rate`, `memory` and `prefix` wrote
+        /// Files that `share`, `rate`, `memory` and `prefix` wrote, or files that `shapes` wrote
         #[arg(required = true)]
         results: Vec<PathBuf>,
         /// File of the picture
@@ -289,21 +289,28 @@ fn run(command: Command) -> Result<()> {
             print!("{}", calls::table(&calls::measure()?));
             Ok(())
         }
-        Command::Report { results, plot } => {
-            let mut all = Results::default();
-            for file in results {
-                let text = std::fs::read_to_string(&file)?;
-                let Results { steps, rates, memory, prefixes, .. } =
-                    serde_json::from_str(&text).map_err(Error::wrap)?;
-                all.steps.extend(steps);
-                all.rates.extend(rates);
-                all.memory.extend(memory);
-                all.prefixes.extend(prefixes);
-            }
-            print!("{}", table(&all));
-            picture::draw(&all, &plot).map_err(|error| Error::msg(error.to_string()))
-        }
+        Command::Report { results, plot } => report(&results, &plot),
     }
+}
+
+/// Prints the table of those files, and draws the picture.
+fn report(files: &[PathBuf], plot: &std::path::Path) -> Result<()> {
+    let mut all = Results::default();
+    for file in files {
+        let text = std::fs::read_to_string(file)?;
+        let Results { steps, rates, memory, prefixes, served } =
+            serde_json::from_str(&text).map_err(Error::wrap)?;
+        all.steps.extend(steps);
+        all.rates.extend(rates);
+        all.memory.extend(memory);
+        all.prefixes.extend(prefixes);
+        all.served.extend(served);
+    }
+    match all.served.is_empty() {
+        true => print!("{}", table(&all)),
+        false => print!("{}", shapes::table(&all.served)),
+    }
+    picture::draw(&all, plot).map_err(|error| Error::msg(error.to_string()))
 }
 
 fn write(file: &PathBuf, results: &Results) -> Result<()> {

@@ -1,7 +1,7 @@
 //! The results as a picture: the share of attention in a decode step, and tokens per second against
 //! requests.
 
-use super::{Results, Step};
+use super::{Results, Served, Step};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -19,14 +19,76 @@ const BLUE: RGBColor = RGBColor(0, 114, 178);
 const VERMILION: RGBColor = RGBColor(213, 94, 0);
 const PALE: RGBColor = RGBColor(205, 212, 218);
 
-/// Draws results into an SVG file.
+/// Draws results into an SVG file: those of `shapes`, or of the other measurements.
 pub fn draw(results: &Results, path: &Path) -> Drawn {
+    if !results.served.is_empty() {
+        return draw_served(&results.served, path);
+    }
     let root = SVGBackend::new(path, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
     let (left, right) = root.split_horizontally(640);
     bars(&left, &results.steps)?;
     rates(&right, results)?;
     root.present()?;
+    Ok(())
+}
+
+/// Distance of bars, and what is more between those of different requests.
+const BAR_STEP: i32 = 18;
+const POINT_GAP: i32 = 14;
+
+/// A panel per model.
+fn draw_served(served: &[Served], path: &Path) -> Drawn {
+    const WIDTH: u32 = 620;
+    let mut models: Vec<&str> = served.iter().map(|served| served.model.as_str()).collect();
+    models.dedup();
+    let of_model = |model: &str| -> Vec<&Served> {
+        served.iter().filter(|served| served.model == model).collect()
+    };
+    let height = |model: &&str| {
+        let steps = of_model(model);
+        let mut points: Vec<_> = steps.iter().map(|one| (one.requests, one.context)).collect();
+        points.dedup();
+        BAR_STEP * steps.len() as i32 + POINT_GAP * points.len() as i32
+    };
+    let height = 90 + models.iter().map(height).max().unwrap_or(0);
+    let size = (WIDTH * models.len() as u32, height as u32);
+    let root = SVGBackend::new(path, size).into_drawing_area();
+    root.fill(&WHITE)?;
+    for (area, model) in root.split_evenly((1, models.len())).iter().zip(&models) {
+        served_steps(area, model, &of_model(model))?;
+    }
+    root.present()?;
+    Ok(())
+}
+
+/// Bars of a model's steps, those of the same requests side by side.
+fn served_steps(area: &Area, model: &str, served: &[&Served]) -> Drawn {
+    let title = format!("A decode step of {model}, in milliseconds");
+    area.draw_text(&title, &text(18, INK, HPos::Left), (24, 28))?;
+    area.draw_text("attention", &text(14, VERMILION, HPos::Left), (24, 54))?;
+    area.draw_text("everything else", &text(14, GREY, HPos::Left), (100, 54))?;
+    let longest = served.iter().map(|served| served.step_ms).fold(0.0, f64::max);
+    let (start, width, height) = (110, 190.0, BAR_STEP - 2);
+    let x = |ms: f64| start + (ms / longest * width) as i32;
+    let (mut top, mut point) = (66, None);
+    for one in served {
+        let Served { attention, requests, context, step_ms, attention_ms, graph, .. } = one;
+        let attention_ms = attention_ms.unwrap_or(0.0);
+        if point != Some((requests, context)) {
+            point = Some((requests, context));
+            top += POINT_GAP;
+            let label = format!("{requests} x {context}");
+            area.draw_text(&label, &text(14, INK, HPos::Right), (start - 10, top + height))?;
+        }
+        let (split, end, bottom) = (x(attention_ms), x(*step_ms), top + height);
+        area.draw(&Rectangle::new([(start, top), (split, bottom)], VERMILION.filled()))?;
+        area.draw(&Rectangle::new([(split, top), (end, bottom)], PALE.filled()))?;
+        let (rate, graph) = (*requests as f64 / step_ms * 1e3, if *graph { ", graph" } else { "" });
+        let numbers = format!("{step_ms:.1} {attention}{graph}, {rate:.0} tokens/s");
+        area.draw_text(&numbers, &text(13, INK, HPos::Left), (end + 8, top + height / 2))?;
+        top += BAR_STEP;
+    }
     Ok(())
 }
 
