@@ -8,6 +8,15 @@ use regard::paged::Step;
 use regard_candle::{Attention, PagedCache, attention_of_step};
 use std::time::Duration;
 
+/// 0, and the sum of the lengths up to each: where sequences start and end, one after the other.
+pub fn cumulative(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
+    let ends = lengths.scan(0, |sum, length| {
+        *sum += length;
+        Some(*sum)
+    });
+    std::iter::once(0).chain(ends).collect()
+}
+
 /// candle-flash-attn over a paged cache of floats: all sequences of a step at once. It has no
 /// append, so that is regard's.
 pub struct PagedFlash<'a> {
@@ -37,13 +46,8 @@ impl<'a> PagedFlash<'a> {
         let device = cache.pools(0)?.0.device().clone();
         let mut stopwatch = Stopwatch::new(&device)?;
         let (sequences, unsigned) = (step.kv_lens().len(), |&number: &i32| number as u32);
-        let seqlens_k = step.kv_lens().iter().scan(0, |sum, length| {
-            *sum += length;
-            Some(*sum)
-        });
         let mut tables: Vec<u32> = step.cu_seqlens_q().iter().map(unsigned).collect();
-        tables.push(0);
-        tables.extend(seqlens_k.map(|length| length as u32));
+        tables.extend(cumulative(step.kv_lens().iter().map(unsigned)));
         let lengths = tables.len();
         tables.extend(step.block_table().iter().map(unsigned));
         let (attention, tables) = stopwatch.time(|| {

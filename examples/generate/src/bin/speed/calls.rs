@@ -2,6 +2,7 @@
 //! the same tensors: times, and the largest difference of the results.
 
 use super::measure::median;
+use super::shapes::random;
 use candle_core::{D, DType, Device, Result, Tensor};
 use generate::stopwatch::Stopwatch;
 
@@ -52,10 +53,6 @@ pub struct Measured {
     difference: f32,
 }
 
-fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
-    Tensor::randn(0f32, 1., shape, device)?.to_dtype(DType::BF16)
-}
-
 /// Queries, keys and values `[B, L, H, D]`.
 fn operands(
     batch: usize,
@@ -99,13 +96,10 @@ fn dense(device: &Device) -> Result<Vec<Call>> {
     Ok(calls)
 }
 
-/// Sums of the lengths before each, and of all.
+/// [`generate::flash::cumulative`] on a device.
 fn cumulative(lengths: &[usize], device: &Device) -> Result<Tensor> {
-    let mut sums = vec![0u32];
-    for &length in lengths {
-        sums.push(sums[sums.len() - 1] + length as u32);
-    }
-    Tensor::new(sums, device)
+    let lengths = lengths.iter().map(|&length| length as u32);
+    Tensor::new(generate::flash::cumulative(lengths), device)
 }
 
 /// Prompts of several lengths.

@@ -33,7 +33,7 @@ pub fn draw(results: &Results, path: &Path) -> Drawn {
     Ok(())
 }
 
-/// Distance of bars, and what is more between those of different requests.
+/// Distance of bars, and the gap above those of each number of requests and tokens.
 const BAR_STEP: i32 = 18;
 const POINT_GAP: i32 = 14;
 
@@ -62,12 +62,10 @@ fn draw_served(served: &[Served], path: &Path) -> Drawn {
     Ok(())
 }
 
-/// Bars of a model's steps, those of the same requests side by side.
+/// Draws a bar per step of a model. Steps of the same requests follow one another.
 fn served_steps(area: &Area, model: &str, served: &[&Served]) -> Drawn {
     let title = format!("A decode step of {model}, in milliseconds");
-    area.draw_text(&title, &text(18, INK, HPos::Left), (24, 28))?;
-    area.draw_text("attention", &text(14, VERMILION, HPos::Left), (24, 54))?;
-    area.draw_text("everything else", &text(14, GREY, HPos::Left), (100, 54))?;
+    head(area, &title)?;
     let longest = served.iter().map(|served| served.step_ms).fold(0.0, f64::max);
     let (start, width, height) = (110, 190.0, BAR_STEP - 2);
     let x = |ms: f64| start + (ms / longest * width) as i32;
@@ -81,9 +79,8 @@ fn served_steps(area: &Area, model: &str, served: &[&Served]) -> Drawn {
             let label = format!("{requests} x {context}");
             area.draw_text(&label, &text(14, INK, HPos::Right), (start - 10, top + height))?;
         }
-        let (split, end, bottom) = (x(attention_ms), x(*step_ms), top + height);
-        area.draw(&Rectangle::new([(start, top), (split, bottom)], VERMILION.filled()))?;
-        area.draw(&Rectangle::new([(split, top), (end, bottom)], PALE.filled()))?;
+        let end = x(*step_ms);
+        bar(area, [start, x(attention_ms), end], [top, top + height])?;
         let (rate, graph) = (*requests as f64 / step_ms * 1e3, if *graph { ", graph" } else { "" });
         let numbers = format!("{step_ms:.1} {attention}{graph}, {rate:.0} tokens/s");
         area.draw_text(&numbers, &text(13, INK, HPos::Left), (end + 8, top + height / 2))?;
@@ -105,21 +102,32 @@ fn short(step: &Step) -> String {
     format!("{}, {attention}", step.products)
 }
 
+/// The title of the bars, and what their colours mean.
+fn head(area: &Area, title: &str) -> Drawn {
+    area.draw_text(title, &text(18, INK, HPos::Left), (24, 28))?;
+    area.draw_text("attention", &text(14, VERMILION, HPos::Left), (24, 54))?;
+    area.draw_text("everything else", &text(14, GREY, HPos::Left), (100, 54))?;
+    Ok(())
+}
+
+/// The bar of a step: attention from `start` to `split`, everything else from there to `end`.
+fn bar(area: &Area, [start, split, end]: [i32; 3], [top, bottom]: [i32; 2]) -> Drawn {
+    area.draw(&Rectangle::new([(start, top), (split, bottom)], VERMILION.filled()))?;
+    area.draw(&Rectangle::new([(split, top), (end, bottom)], PALE.filled()))?;
+    Ok(())
+}
+
 fn bars(area: &Area, steps: &[Step]) -> Drawn {
     let Some(first) = steps.first() else { return Ok(()) };
     let title = format!("A decode step after {} tokens, in milliseconds", first.context);
-    area.draw_text(&title, &text(18, INK, HPos::Left), (24, 28))?;
-    area.draw_text("attention", &text(14, VERMILION, HPos::Left), (24, 54))?;
-    area.draw_text("everything else", &text(14, GREY, HPos::Left), (100, 54))?;
+    head(area, &title)?;
     let longest = steps.iter().map(|step| step.step_ms).fold(0.0, f64::max);
     let (start, width, height) = (190, 360.0, 46);
     for (i, step) in steps.iter().enumerate() {
         let top = 82 + i as i32 * (height + 6);
         let x = |ms: f64| start + (ms / longest * width) as i32;
         let bottom = top + height - 12;
-        let split = x(step.attention_ms);
-        area.draw(&Rectangle::new([(start, top), (split, bottom)], VERMILION.filled()))?;
-        area.draw(&Rectangle::new([(split, top), (x(step.step_ms), bottom)], PALE.filled()))?;
+        bar(area, [start, x(step.attention_ms), x(step.step_ms)], [top, bottom])?;
         let middle = (top + bottom) / 2;
         area.draw_text(&short(step), &text(14, INK, HPos::Right), (start - 10, middle))?;
         let share = 100.0 * step.attention_ms / step.step_ms;

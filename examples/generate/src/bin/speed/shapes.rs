@@ -35,8 +35,8 @@ pub fn shape(name: &str) -> Result<Shape> {
     }
 }
 
-/// Random keys or values.
-fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
+/// Random operands in bf16.
+pub fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape, device)?.to_dtype(DType::BF16)
 }
 
