@@ -20,7 +20,7 @@ const LENGTHS: [(&str, (usize, usize)); 3] =
 
 /// All of them.
 pub(super) fn caches() -> Vec<Spec> {
-    [formats(), granularities(), mixed(), storage(), features(), numbers()]
+    [formats(), granularities(), mixed(), storage(), packed_blocks(), features(), numbers()]
         .into_iter()
         .flatten()
         .collect()
@@ -168,6 +168,47 @@ fn storage() -> Vec<Spec> {
                 .dims(64, 64)
                 .dtype(FLOATS[1 + i % 2])
         });
+    }
+    specs
+}
+
+/// Blocks under so many rows that CPUs pack tiles: of codes where bf16 are multiplied in pairs.
+fn packed_blocks() -> Vec<Spec> {
+    let pairs = [
+        (DType::Q8_0, DType::Q8_0),
+        (DType::Q4_0, DType::Q4_0),
+        (DType::Q8_0, DType::BF16),
+        (DType::BF16, DType::Q4_0),
+        (DType::I8, DType::Q8_0),
+        (DType::Q4_0, DType::E4M3),
+        (DType::Q8_0, DType::F16),
+    ];
+    let dims = [(32, 32), (64, 96), (128, 128), (256, 256), (192, 128), (512, 512)];
+    let mut specs = Vec::new();
+    for (i, (k, v)) in pairs.into_iter().enumerate() {
+        for (j, (head_dim, value_dim)) in dims.into_iter().enumerate() {
+            let scales = Scales::Fitted;
+            let granularity = GRANULARITIES[(i + j) % 4];
+            specs.push(Spec {
+                causal: j % 2 == 0,
+                ragged_queries: true,
+                keys: Keys::Paged { block_size: 16, interleaved: i % 2 == 0 },
+                window: if (i + j) % 3 == 0 {
+                    window(Some(90), Some(0))
+                } else {
+                    window(None, None)
+                },
+                softcap: (j == 3).then_some(20.0),
+                sinks: j == 2,
+                batch_invariant: j == 4,
+                cache: CacheSpec { k: Some(k), v: Some(v), granularity, scales },
+                ..Spec::new(format!("caches/packed-{k}-{v}-{head_dim}"))
+                    .lengths(&[(70, 311), (1, 40), (37, 530), (65, 3)])
+                    .heads(8, 2)
+                    .dims(head_dim, value_dim)
+                    .dtype(DType::BF16)
+            });
+        }
     }
     specs
 }

@@ -33,7 +33,7 @@ macro_rules! compile {
         dots: $dots:literal,
         paired: $paired:literal
     ) => {
-        use crate::cpu::product::convert::Format;
+        use crate::cpu::product::convert::{Codes, Format};
         use crate::cpu::product::dots::Dots;
         use crate::cpu::product::register_tile::Product;
         use crate::cpu::product::weighted::Weighted;
@@ -113,6 +113,8 @@ macro_rules! compile {
                     convert::<crate::format::BlockQ8_0>,
                     convert::<crate::format::BlockQ4_0>,
                     convert::<crate::format::Mla656>,
+                    convert::<Codes<crate::format::BlockQ8_0>>,
+                    convert::<Codes<crate::format::BlockQ4_0>>,
                 ],
             },
         };

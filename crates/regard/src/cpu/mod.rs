@@ -47,7 +47,7 @@ use plan::{CpuPlan, WorkspaceLayout};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use walk::call::{Call, OutputView};
-use walk::item::{Item, KeyWalk};
+use walk::item::Item;
 use walk::scratch::ALIGNMENT;
 use walk::softmax::ScoreModifiers;
 
@@ -203,17 +203,18 @@ fn run_prepared(
         problem,
     };
     let runner = Runner { schedule: &schedule, layout: &cpu.layout, base, compiled, call: &call };
-    // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX.
-    let f32_products = match plan.choice().kernel {
-        Kernel::CpuAmx => self::compiled(Kernel::Cpu(Level::Avx512)),
-        _ => None,
+    // CPUs with AMX multiply f32 faster than pairs of bf16, and only packed tiles use AMX. Only
+    // packed tiles hold blocks in bf16.
+    let f32_products = match plan.choice().kernel == Kernel::CpuAmx || cpu.tiling.packs_blocks {
+        true => self::compiled(Kernel::Cpu(Level::Avx512)),
+        false => None,
     };
     match f32_products {
         Some(compiled) => {
             let products = &compiled.products;
-            let stream_call = Call { products, softmax: compiled.softmax, ..call.clone() };
-            let stream = Some((compiled, &stream_call));
-            runner.run(stream, cpu.workers, executor);
+            let in_place_call = Call { products, softmax: compiled.softmax, ..call.clone() };
+            let in_place = Some((compiled, &in_place_call));
+            runner.run(in_place, cpu.workers, executor);
         }
         None => runner.run(None, cpu.workers, executor),
     }
@@ -253,15 +254,15 @@ struct Runner<'a> {
 
 impl Runner<'_> {
     /// Runs all items on up to `workers` threads, or on fewer if they are not worth as many.
-    /// `stream` is the code and call for items that stream, if they differ from the code and call
-    /// of the other items.
+    /// `in_place` is the code and call for items that do not pack tiles, if they differ from the
+    /// code and call of the other items.
     fn run(
         &self,
-        stream: Option<(&'static Compiled, &Call)>,
+        in_place: Option<(&'static Compiled, &Call)>,
         workers: usize,
         executor: &dyn Executor,
     ) {
-        let work = |worker| self.run_items(stream, worker);
+        let work = |worker| self.run_items(in_place, worker);
         let workers = workers.min(self.schedule.items()).min(self.schedule.workers());
         if workers > 1 {
             let next_worker = AtomicUsize::new(0);
@@ -278,11 +279,11 @@ impl Runner<'_> {
     }
 
     /// Runs items until none is left, with the scratch of `worker`.
-    fn run_items(&self, stream: Option<(&'static Compiled, &Call)>, worker: usize) {
+    fn run_items(&self, in_place: Option<(&'static Compiled, &Call)>, worker: usize) {
         let scratch = self.base.at(self.layout.scratch + worker * self.layout.scratch_bytes);
         while let Some(item) = self.schedule.next() {
-            let (compiled, call) = match stream {
-                Some(stream) if item.walk == KeyWalk::Stream => stream,
+            let (compiled, call) = match in_place {
+                Some(in_place) if !item.walk.packs() => in_place,
                 _ => (self.compiled, self.call),
             };
             let run_item = |item: &Item| {

@@ -9,6 +9,7 @@ use crate::level::{Bf16Products, Level};
 use crate::machine::{CpuFacts, Machine};
 use crate::problem::Problem;
 use crate::select::{Choice, Kernel};
+use crate::variant::Values;
 
 /// One line of the table: the tile for Dk + Dv up to `dims`.
 struct Line {
@@ -63,12 +64,20 @@ pub fn select(
     }
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: with an odd head dim the last element has no partner.
-    // Codes are exact in bf16; other floats, and values of blocks, are not.
-    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code();
+    // Codes, those of blocks too, are exact in bf16; other floats and rows of `mla656` are not.
+    let blocks = |dtype: DType| dtype.is_block() && !dtype.is_latent_row();
+    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code() || blocks(dtype);
+    let caches = [problem.key_dtype, problem.value_dtype];
+    let in_blocks = caches.into_iter().any(blocks);
+    // Only packed tiles hold blocks in bf16. Other walks must not give other bits in
+    // batch-invariant mode, and on the matrix unit there are none then. Keys and values with one
+    // row tile would both be codes.
+    let packs_blocks = problem.values != Values::KeyPrefix
+        && (!problem.batch_invariant || facts.bf16_products == Bf16Products::Tiles);
     let paired = problem.dtype == DType::BF16
         && problem.head_dim.is_multiple_of(2)
-        && in_bf16(problem.key_dtype)
-        && in_bf16(problem.value_dtype);
+        && caches.into_iter().all(in_bf16)
+        && (!in_blocks || packs_blocks);
     let kernel = match facts.bf16_products {
         Bf16Products::Pairs if paired => Kernel::CpuBf16,
         Bf16Products::Tiles if paired => Kernel::CpuAmx,
@@ -87,6 +96,7 @@ pub fn select(
         block_rows: tile.block_rows,
         stream_rows: if exact_dims && !problem.batch_invariant { stream::MAX_ROWS } else { 0 },
         uses_amx: kernel == Kernel::CpuAmx,
+        packs_blocks: in_blocks && kernel != Kernel::Cpu(facts.level),
     };
     let choice = Choice {
         kernel,

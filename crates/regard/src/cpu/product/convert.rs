@@ -2,7 +2,7 @@
 //! formats, and floats of another type than the queries.
 //!
 //! Codes of 8 bits keep their scale outside: it joins the score or the probability. Values of
-//! blocks are multiplied by the block's scale, which is exact in f32.
+//! blocks are multiplied by the block's scale, which is exact in f32, or stay codes.
 
 use crate::cpu::vector::{Storage, Vector};
 use crate::dtype::DType;
@@ -29,6 +29,19 @@ pub fn index(dtype: DType) -> usize {
         _ => unreachable!("checked: keys and values have one of these types"),
     }
 }
+
+/// Likewise, of the conversion of blocks to their codes, without scales.
+pub fn index_of_codes(dtype: DType) -> usize {
+    match dtype {
+        DType::Q8_0 => 9,
+        DType::Q4_0 => 10,
+        _ => unreachable!("keys in blocks"),
+    }
+}
+
+/// The codes of a block, as a format of their own.
+#[repr(transparent)]
+pub struct Codes<Block>(Block);
 
 /// Stores a vector of the row's values from value `i` on. Loops over rows are written out: closures
 /// are compiled without the level's instructions.
@@ -129,65 +142,81 @@ format_of_single_values!(E4m3, V::load_e4m3, E4m3::to_f32, V::load_e4m3_row, V::
 format_of_single_values!(E5m2, V::load_e5m2, E5m2::to_f32);
 format_of_single_values!(i8, V::load_i8, f32::from);
 
-impl Format for BlockQ8_0 {
-    const VALUES: usize = BLOCK_VALUES;
-
-    #[inline(always)]
-    unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
-        from: *const Self,
-        to: *mut u8,
-        count: usize,
-    ) {
-        for block in 0..count / BLOCK_VALUES {
-            // SAFETY: whole blocks of the row. A block holds whole vectors.
-            unsafe {
-                let block_data = from.add(block).cast::<u8>();
-                let scale = V::splat_f16(block_data.add(offset_of!(BlockQ8_0, scale)).cast());
-                let codes = block_data.add(offset_of!(BlockQ8_0, codes)).cast::<i8>();
-                let mut i = 0;
-                while i < BLOCK_VALUES {
-                    let values = scale.mul(V::load_i8(codes.add(i)));
-                    store::<V, PAIRED>(values, to, block * BLOCK_VALUES + i);
-                    i += V::LANES;
-                }
-            }
+/// Stores the values of a block, or (not `SCALED`) its codes.
+///
+/// # Safety
+/// As [`Format::convert_vectors`], for one block.
+#[inline(always)]
+unsafe fn store_q8_0<V: Vector, const PAIRED: bool, const SCALED: bool>(
+    block: *const BlockQ8_0,
+    to: *mut u8,
+    first: usize,
+) {
+    // SAFETY: same contract. A block holds whole vectors.
+    unsafe {
+        let data = block.cast::<u8>();
+        let scale = V::splat_f16(data.add(offset_of!(BlockQ8_0, scale)).cast());
+        let codes = data.add(offset_of!(BlockQ8_0, codes)).cast::<i8>();
+        for i in (0..BLOCK_VALUES).step_by(V::LANES) {
+            let codes = V::load_i8(codes.add(i));
+            store::<V, PAIRED>(if SCALED { scale.mul(codes) } else { codes }, to, first + i);
         }
-    }
-    unsafe fn value(_from: *const Self, _index: usize) -> f32 {
-        unreachable!("blocks are whole vectors")
     }
 }
 
-impl Format for BlockQ4_0 {
-    const VALUES: usize = BLOCK_VALUES;
-
-    #[inline(always)]
-    unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
-        from: *const Self,
-        to: *mut u8,
-        count: usize,
-    ) {
-        for block in 0..count / BLOCK_VALUES {
-            // SAFETY: as for Q8_0.
-            unsafe {
-                let block_data = from.add(block).cast::<u8>();
-                let scale = V::splat_f16(block_data.add(offset_of!(BlockQ4_0, scale)).cast());
-                let nibbles = block_data.add(offset_of!(BlockQ4_0, nibbles));
-                let mut i = 0;
-                while i < BLOCK_VALUES / 2 {
-                    let [low, high] = V::load_nibbles(nibbles.add(i), scale);
-                    let value = block * BLOCK_VALUES + i;
-                    store::<V, PAIRED>(low, to, value);
-                    store::<V, PAIRED>(high, to, value + BLOCK_VALUES / 2);
-                    i += V::LANES;
-                }
-            }
+/// As [`store_q8_0`].
+///
+/// # Safety
+/// As [`store_q8_0`].
+#[inline(always)]
+unsafe fn store_q4_0<V: Vector, const PAIRED: bool, const SCALED: bool>(
+    block: *const BlockQ4_0,
+    to: *mut u8,
+    first: usize,
+) {
+    // SAFETY: same contract. Half a block holds whole vectors.
+    unsafe {
+        let data = block.cast::<u8>();
+        let scale = match SCALED {
+            true => V::splat_f16(data.add(offset_of!(BlockQ4_0, scale)).cast()),
+            false => V::splat(1.0),
+        };
+        let nibbles = data.add(offset_of!(BlockQ4_0, nibbles));
+        for i in (0..BLOCK_VALUES / 2).step_by(V::LANES) {
+            let [low, high] = V::load_nibbles(nibbles.add(i), scale);
+            store::<V, PAIRED>(low, to, first + i);
+            store::<V, PAIRED>(high, to, first + i + BLOCK_VALUES / 2);
         }
     }
-    unsafe fn value(_from: *const Self, _index: usize) -> f32 {
-        unreachable!("blocks are whole vectors")
-    }
 }
+
+macro_rules! format_of_blocks {
+    ($format:ty, $block:ty, $store:ident, scaled: $scaled:literal) => {
+        impl Format for $format {
+            const VALUES: usize = BLOCK_VALUES;
+
+            #[inline(always)]
+            unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
+                from: *const Self,
+                to: *mut u8,
+                count: usize,
+            ) {
+                for block in 0..count / BLOCK_VALUES {
+                    let from = from.cast::<$block>().wrapping_add(block);
+                    // SAFETY: whole blocks of the row.
+                    unsafe { $store::<V, PAIRED, $scaled>(from, to, block * BLOCK_VALUES) };
+                }
+            }
+            unsafe fn value(_from: *const Self, _index: usize) -> f32 {
+                unreachable!("blocks are whole vectors")
+            }
+        }
+    };
+}
+format_of_blocks!(BlockQ8_0, BlockQ8_0, store_q8_0, scaled: true);
+format_of_blocks!(BlockQ4_0, BlockQ4_0, store_q4_0, scaled: true);
+format_of_blocks!(Codes<BlockQ8_0>, BlockQ8_0, store_q8_0, scaled: false);
+format_of_blocks!(Codes<BlockQ4_0>, BlockQ4_0, store_q4_0, scaled: false);
 
 impl Format for Mla656 {
     const VALUES: usize = Mla656::VALUES;

@@ -38,6 +38,6 @@ pub struct ProductTable {
     pub dots: [[DotsFn; MAX_DOT_ROWS]; 3],
     /// `[element type]`.
     pub weighted: [RegisterTiles<WeightedFn>; 3],
-    /// `[storage type]`, numbered by [`convert::index`].
-    pub convert: [ConvertFn; 9],
+    /// `[storage type]`, numbered by [`convert::index`] and [`convert::index_of_codes`].
+    pub convert: [ConvertFn; 11],
 }

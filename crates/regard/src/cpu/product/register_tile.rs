@@ -15,6 +15,7 @@ use super::exponentials::Exponentials;
 use super::prefetch::PrefetchQueue;
 use super::shapes::{RegisterTiles, cover};
 use crate::cpu::vector::Vector;
+use crate::format::BLOCK_VALUES;
 
 pub type ProductFn = unsafe fn(&Product);
 
@@ -46,6 +47,17 @@ pub struct Product<'a> {
     /// Likewise, of another row block: in register tiles of the largest width and at least
     /// [`MIN_ROWS_BESIDE`] rows.
     pub exponentials: Option<&'a Exponentials>,
+    /// Scales of blocks of B, in `PAIRED` code that does not accumulate; `skipped` is 0.
+    pub block_scales: Option<BlockScales>,
+}
+
+/// A scale for each block of [`BLOCK_VALUES`] terms of depth and each column of B. They multiply
+/// the sums of blocks, so each block is a chain of its own.
+#[derive(Clone, Copy)]
+pub struct BlockScales {
+    /// A row of `N` vectors for each block, `stride` apart.
+    pub scales: *const f32,
+    pub stride: usize,
 }
 
 /// Fewer rows of a register tile have too few multiply-adds to compute exponentials beside them.
@@ -58,7 +70,11 @@ pub const STEPS_PER_PREFETCH: usize = 8;
 /// but slower, because each chain loads and stores C.
 pub const STEPS_PER_CHAIN: usize = 64;
 
+/// Steps of depth per block of `q8_0` and `q4_0`, in `PAIRED` code.
+const STEPS_PER_BLOCK: usize = BLOCK_VALUES / terms_per_step::<true>();
+
 const _: () = assert!(STEPS_PER_CHAIN.is_multiple_of(STEPS_PER_PREFETCH));
+const _: () = assert!(STEPS_PER_BLOCK.is_multiple_of(STEPS_PER_PREFETCH));
 
 /// Terms per step: `PAIRED` code multiplies two at a time.
 pub const fn terms_per_step<const PAIRED: bool>() -> usize {
@@ -81,17 +97,19 @@ pub unsafe fn product<
 ) {
     let Product { a, a_stride, b, b_stride, depth, skipped, .. } = *product;
     let Product { c, c_stride, factors, scale, prefetch, exponentials, .. } = *product;
-    debug_assert!(depth > 0 && skipped < STEPS_PER_CHAIN);
+    let mut block_scales = product.block_scales.filter(|_| PAIRED && !ACCUMULATE);
+    let steps_per_chain = if block_scales.is_some() { STEPS_PER_BLOCK } else { STEPS_PER_CHAIN };
+    debug_assert!(depth > 0 && skipped < steps_per_chain);
     // SAFETY: all offsets stay inside what the caller guarantees.
     unsafe {
         let mut b = b;
         let mut step = 0;
-        let mut chain_end = STEPS_PER_CHAIN - skipped;
+        let mut chain_end = steps_per_chain - skipped;
         while step < depth {
             let first = step == 0;
             let mut sums = [[V::splat(0.0); N]; M];
             let chain = depth.min(chain_end);
-            chain_end += STEPS_PER_CHAIN;
+            chain_end += steps_per_chain;
             while step < chain {
                 prefetch.prefetch_portion::<V>();
                 if M >= MIN_ROWS_BESIDE
@@ -118,6 +136,15 @@ pub unsafe fn product<
                     b = b.add(b_stride);
                 }
                 step = end;
+            }
+            if let Some(block) = &mut block_scales {
+                for n in 0..N {
+                    let scales = V::load(block.scales.add(n * V::LANES));
+                    for row in &mut sums {
+                        row[n] = row[n].mul(scales);
+                    }
+                }
+                block.scales = block.scales.add(block.stride);
             }
             match (ACCUMULATE, first, step == depth) {
                 (true, true, _) => update::<V, M, N>(&sums, c, c_stride, |m, c, sum| {
@@ -200,6 +227,9 @@ pub unsafe fn run<V: Vector>(
             tiles[rows - 1][width](&Product {
                 b: work.b.add(offset),
                 c: work.c.add(offset),
+                block_scales: work
+                    .block_scales
+                    .map(|block| BlockScales { scales: block.scales.add(offset), ..block }),
                 ..work
             })
         };

@@ -4,15 +4,22 @@
 //! A row's bits do not depend on its neighbours: keys are taken in steps that start at multiples of
 //! [`DEPTH`] in the tile, and keys that a row does not see contribute 0.
 
+use super::block_scales;
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::pack::{self, score_depth};
 use super::rows::{SoftmaxRows, softmax_rows, visible_keys};
-use super::scratch::Sizes;
+use super::scratch::{BLOCKS_PER_PRODUCT, Sizes};
 use crate::cpu::product::amx::{self, AmxProduct, COLUMNS, DEPTH, ROWS, TILE};
 use crate::cpu::product::prefetch::TilePrefetch;
+use crate::cpu::product::register_tile::BlockScales;
 use crate::cpu::vector::Vector;
+use crate::format::BLOCK_VALUES;
+use half::bf16;
 use std::ops::Range;
+
+/// A step is a block of `q8_0` and `q4_0`.
+const _: () = assert!(DEPTH == BLOCK_VALUES);
 
 /// Bytes per score, per output and per pair of bf16.
 const FLOAT: usize = size_of::<f32>();
@@ -111,6 +118,7 @@ unsafe fn compute_scores<V: Vector>(
         for start in (computed.start..packed).step_by(COLUMNS) {
             let in_panel = start % panel;
             let width = pack::panel_width::<V>(start - in_panel, span.valid.end);
+            let column_tiles = (packed - start).min(COLUMNS).div_ceil(TILE);
             let work = AmxProduct {
                 a: scratch.queries.add(rows.start * sizes.padded_head_dim).cast(),
                 a_stride: sizes.padded_head_dim * FLOAT,
@@ -121,8 +129,62 @@ unsafe fn compute_scores<V: Vector>(
                 c_stride: sizes.tile_keys * FLOAT,
                 accumulate: false,
             };
-            amx::product(&work, row_tiles, (packed - start).min(COLUMNS).div_ceil(TILE));
+            match block_scales::of_keys(ctx, start) {
+                Some(scales) => scaled_product::<V>(ctx, &work, scales, row_tiles, column_tiles),
+                None => amx::product(&work, row_tiles, column_tiles),
+            }
             prefetch.k.prefetch_portion::<V>();
+        }
+    }
+}
+
+/// `C = A B`, whose sums over each block of depth are multiplied by the scales of that block.
+///
+/// # Safety
+/// As [`attend_rows`], for a product of whole blocks that does not accumulate.
+#[inline(always)]
+unsafe fn scaled_product<V: Vector>(
+    ctx: ItemContext,
+    work: &AmxProduct,
+    scales: BlockScales,
+    row_tiles: usize,
+    column_tiles: usize,
+) {
+    const SUMS: usize = ROWS * COLUMNS;
+    let sums = ctx.scratch.block_sums;
+    for first in (0..work.steps).step_by(BLOCKS_PER_PRODUCT) {
+        let blocks = (work.steps - first).min(BLOCKS_PER_PRODUCT);
+        // SAFETY: the scratch has room for the sums of so many blocks; the rest is the caller's.
+        unsafe {
+            for i in 0..blocks {
+                let block = first + i;
+                let product = AmxProduct {
+                    a: work.a.add(block * DEPTH * size_of::<bf16>()),
+                    b: work.b.add(block * TILE * work.b_stride),
+                    steps: 1,
+                    c: sums.add(i * SUMS).cast(),
+                    c_stride: COLUMNS * FLOAT,
+                    ..*work
+                };
+                amx::product(&product, row_tiles, column_tiles);
+            }
+            let BlockScales { scales, stride } = scales;
+            let scales = scales.add(first * stride);
+            for column in (0..column_tiles * TILE).step_by(V::LANES) {
+                let mut factors = [V::splat(0.0); BLOCKS_PER_PRODUCT];
+                for (i, factor) in factors.iter_mut().enumerate().take(blocks) {
+                    *factor = V::load(scales.add(i * stride + column));
+                }
+                for row in 0..row_tiles * TILE {
+                    let to = work.c.add(row * work.c_stride).cast::<f32>().add(column);
+                    let mut score = if first == 0 { V::splat(0.0) } else { V::load(to) };
+                    for (i, &factor) in factors.iter().enumerate().take(blocks) {
+                        let sum = V::load(sums.add(i * SUMS + row * COLUMNS + column));
+                        score = sum.mul_add(factor, score);
+                    }
+                    score.store(to);
+                }
+            }
         }
     }
 }

@@ -6,6 +6,7 @@
 pub mod address;
 pub mod amx_tile;
 pub mod attend;
+pub mod block_scales;
 pub mod call;
 pub mod item;
 pub mod list_tile;

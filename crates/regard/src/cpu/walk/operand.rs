@@ -7,7 +7,6 @@ use super::item::{Item, TileSpan};
 use super::scratch::{MAX_CONVERTED_ROWS, Scratch};
 use crate::cpu::product::convert::{self, ConvertFn};
 use crate::cpu::vector::Storage;
-use crate::dtype::DType;
 use crate::tensor::Tensor;
 use half::bf16;
 
@@ -75,7 +74,11 @@ impl<'a> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let attention = &call.inputs.attention;
         let (dtype, dim) = (call.problem.key_dtype, call.problem.head_dim);
-        let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
+        let index = match PAIRED && call.sizes.key_blocks > 0 {
+            true => convert::index_of_codes(dtype),
+            false => convert::index(dtype),
+        };
+        let reader = RowReader::new::<E, PAIRED>(call, scratch, index, dim);
         let second = Second { pool: attention.second_k, scales: &attention.second_k_scales };
         let pools = Pools { first: &call.inputs.k, scales: &attention.k_scales, second };
         Operand::new(ctx, pools, reader, scratch.key_scales)
@@ -85,7 +88,7 @@ impl<'a> Operand<'a> {
     pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
-        let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
+        let reader = RowReader::new::<E, PAIRED>(call, scratch, convert::index(dtype), dim);
         let inputs = call.inputs;
         let second = Second { pool: inputs.second_values(), scales: inputs.second_value_scales() };
         let pools = Pools { first: &inputs.v, scales: inputs.value_scales(), second };
@@ -210,14 +213,14 @@ impl RowReader {
         }
     }
 
-    /// Rows of `dim` values of type `dtype`, under queries of type E.
+    /// Rows of `dim` values under queries of type E, by the conversion `index` of their type.
     fn new<E: Storage, const PAIRED: bool>(
         call: &Call,
         scratch: &Scratch,
-        dtype: DType,
+        index: usize,
         dim: usize,
     ) -> RowReader {
-        if dtype == call.problem.dtype {
+        if index == E::INDEX {
             return RowReader::in_place::<E>();
         }
         let reader = match PAIRED {
@@ -225,7 +228,7 @@ impl RowReader {
             false => RowReader::in_place::<f32>(),
         };
         let conversion = Conversion {
-            function: call.products.convert[convert::index(dtype)],
+            function: call.products.convert[index],
             values: dim,
             to: scratch.converted,
             row_bytes: call.sizes.converted_dim * size_of::<f32>(),

@@ -2,6 +2,7 @@
 //! in a software pipeline. The exponentials of a block are computed beside two products: first ones
 //! beside the output of the block before, the rest beside the scores of the block after.
 
+use super::block_scales;
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::pack::{self, score_depth};
@@ -203,6 +204,7 @@ unsafe fn compute_scores<V: Vector, const PAIRED: bool>(
                 scale: call.score_factor,
                 prefetch,
                 exponentials: beside,
+                block_scales: block_scales::of_keys(ctx, start).filter(|_| PAIRED),
             };
             register_tile::run::<V>(&call.products.scores, block.rows.len(), vectors, work);
         }
@@ -288,6 +290,7 @@ unsafe fn accumulate_output<V: Vector, const PAIRED: bool>(
                 scale: 1.0,
                 prefetch,
                 exponentials: beside,
+                block_scales: None,
             };
             let vectors = width / V::LANES;
             register_tile::run::<V>(&call.products.output, block.rows.len(), vectors, work);

@@ -3,7 +3,7 @@
 use super::address::MAX_BLOCK_TOKENS;
 use super::list_tile::ListTile;
 use super::tiling::Tiling;
-use crate::cpu::product::ROWS;
+use crate::cpu::product::{ROWS, amx};
 use crate::dtype::DType;
 use crate::problem::{MAX_HEAD_DIM, Problem};
 use crate::state::State;
@@ -24,6 +24,12 @@ const KEY_COPY_LEN: usize = ROWS * MAX_HEAD_DIM;
 
 /// Floats of [`Scratch::transposed_scores`].
 const TRANSPOSED_SCORES_LEN: usize = VERIFY_KEYS_PER_BLOCK * MAX_VERIFY_ROWS;
+
+/// Blocks of depth of one product on the matrix unit whose sums are scaled together.
+pub const BLOCKS_PER_PRODUCT: usize = 4;
+
+/// Floats of [`Scratch::block_sums`].
+const BLOCK_SUMS_LEN: usize = BLOCKS_PER_PRODUCT * amx::ROWS * amx::COLUMNS;
 
 /// Maximum rows that are converted at a time.
 pub const MAX_CONVERTED_ROWS: usize = MAX_BLOCK_TOKENS;
@@ -48,6 +54,9 @@ pub struct Sizes {
     pub converted_dim: usize,
     /// Maximum key/value heads per item, if keys or values are codes with scales; else 0.
     pub scaled_heads: usize,
+    /// Blocks per key, if packed tiles hold their codes ([`block_scales`](super::block_scales));
+    /// else 0.
+    pub key_blocks: usize,
     /// Whether an item may have a tile of rows that are keys and values
     /// ([`row_tile`](super::row_tile)). False if all walks read such rows in place.
     pub has_row_tile: bool,
@@ -85,6 +94,10 @@ impl Sizes {
             value_bytes: stored(problem.value_dtype, problem.value_dim),
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
+            key_blocks: match tiling.packs_blocks && problem.key_dtype.is_block() {
+                true => problem.head_dim / problem.key_dtype.values(),
+                false => 0,
+            },
             has_row_tile: problem.values == Values::KeyPrefix
                 && (converts || !in_f32 || problem.rotary_dim > 0),
             serial_splits,
@@ -126,6 +139,10 @@ pub struct Scratch {
     /// Scales of a tile's keys and values, `[head][key]`.
     pub key_scales: *mut f32,
     pub value_scales: *mut f32,
+    /// Scales of the blocks of a tile's keys, `[block][key]`.
+    pub block_scales: *mut f32,
+    /// Sums of products over blocks of dims, on the matrix unit.
+    pub block_sums: *mut f32,
     /// A few rows of keys or values, converted to the type that products read.
     pub converted: *mut u8,
     /// A tile of rows that are keys and values, likewise.
@@ -188,6 +205,8 @@ impl Scratch {
             key_copy: place(4, KEY_COPY_LEN).cast(),
             key_scales: place(4, sizes.scaled_heads * tile).cast(),
             value_scales: place(4, sizes.scaled_heads * tile).cast(),
+            block_scales: place(4, sizes.key_blocks * tile).cast(),
+            block_sums: place(4, if sizes.key_blocks > 0 { BLOCK_SUMS_LEN } else { 0 }).cast(),
             converted: place(4, MAX_CONVERTED_ROWS * sizes.converted_dim),
             row_tile: place(4, if sizes.has_row_tile { tile * sizes.padded_head_dim } else { 0 }),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),

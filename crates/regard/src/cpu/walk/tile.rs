@@ -3,6 +3,7 @@
 
 use super::address::KeyAddresses;
 use super::amx_tile;
+use super::block_scales;
 use super::call::{Call, ItemContext};
 use super::item::{KeyWalk, TileSpan};
 use super::operand::Operand;
@@ -124,6 +125,7 @@ unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
         let (keys, key_copy) = (scratch.keys, scratch.key_copy);
         match PAIRED {
             true => {
+                block_scales::load::<V>(ctx, k_tile, valid);
                 pack::keys::<V, f32>(depth, &k.reader, k_tile, valid.clone(), keys, key_copy);
                 let to = scratch.values;
                 pack::paired_values::<V>(sizes, &v.reader, v_tile, valid.clone(), to);

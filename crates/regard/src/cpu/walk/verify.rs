@@ -249,6 +249,7 @@ unsafe fn compute_transposed_scores<V: Vector, E: Storage, const PAIRED: bool>(
                     scale: call.score_factor,
                     prefetch: &prefetch,
                     exponentials: None,
+                    block_scales: None,
                 };
                 register_tile::run::<V>(&call.products.scores, count, width / V::LANES, work);
                 row += panel;
@@ -431,6 +432,7 @@ unsafe fn accumulate_packed<V: Vector, E: Storage, const PAIRED: bool>(
                     scale: 1.0,
                     prefetch: &prefetch,
                     exponentials: None,
+                    block_scales: None,
                 };
                 register_tile::run::<V>(&call.products.output, rows, width / V::LANES, work);
                 start += panel;
