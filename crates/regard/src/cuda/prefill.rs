@@ -80,11 +80,6 @@ pub(super) fn select(
     max_decode_len: usize,
     map_at: usize,
 ) -> Option<Prefill> {
-    // Caches of q8_0 and q4_0 blocks, and keys in two parts, run in decode for any number of rows.
-    let codes = problem.key_dtype.is_code() && problem.value_dtype.is_code();
-    if !(has_elements(problem) || codes) || problem.rotary_dim > 0 {
-        return None;
-    }
     let fallback = find_fallback(problem, facts)?;
     let specialized = find_specialized(problem, facts).unwrap_or(fallback);
     let map = problem.variant.mask.is_some();
@@ -102,17 +97,30 @@ fn has_elements(problem: &Problem) -> bool {
     problem.key_dtype == problem.dtype && problem.value_dtype == problem.dtype
 }
 
-/// The kernel that accepts every problem of its types.
+/// The kernel that accepts every problem of its types; `None` for those that run in decode for any
+/// number of rows.
 fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let element = Element::from_dtype(problem.dtype);
+    let (keys, values) = (problem.key_dtype, problem.value_dtype);
+    let in_two_parts = problem.rotary_dim > 0;
+    if in_two_parts || keys.is_latent_row() {
+        return None;
+    }
     if has_elements(problem) {
         return find_module(Family::PrefillSm80, Build::Fallback, problem, facts);
     }
-    // In f16 a probability times the scale of its value could underflow.
-    let element = match problem.dtype == DType::F16 && problem.value_dtype.is_code() {
-        true => Element::F32,
-        false => element,
+    // Decode multiplies blocks of one kind in f16, faster than prefill does in f32.
+    if matches!(super::select::cache_of(problem), Cache::Q8_0 | Cache::Q4_0) {
+        return None;
+    }
+    let is_exact = |dtype: DType| dtype == problem.dtype || dtype.is_code();
+    let in_16_bits = match problem.dtype {
+        // Values in blocks are rounded, as probabilities are.
+        DType::BF16 => is_exact(keys) && (is_exact(values) || values.is_block()),
+        // In f16 a probability times the scale of its value could underflow.
+        DType::F16 => is_exact(keys) && values == DType::F16,
+        _ => false,
     };
+    let element = if in_16_bits { Element::from_dtype(problem.dtype) } else { Element::F32 };
     let kind = Kind { build: Build::Fallback, cache: Cache::Any, element };
     find_kind(Family::PrefillSm80, kind, problem, facts)
 }
@@ -132,7 +140,9 @@ fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<Prefil
         .filter(|kernel| kernel.exact_dims)
         .or_else(|| {
             let any = Kind { build: Build::Fallback, cache: Cache::Any, element };
-            let takes_head_scales = problem.dtype == DType::F16 && problem.value_dtype.is_code();
+            let keys = problem.key_dtype == DType::F16 || problem.key_dtype.is_code();
+            let takes_head_scales =
+                problem.dtype == DType::F16 && keys && problem.value_dtype.is_code();
             takes_head_scales.then(|| find_kind(Family::PrefillSm80, any, problem, facts)).flatten()
         })
 }

@@ -391,7 +391,7 @@ impl DecodeKernel {
 type DecodeModule = (&'static Module, &'static DecodeConfig);
 
 /// The class of modules for how a problem's keys and values are stored.
-fn cache_of(problem: &Problem) -> Cache {
+pub(super) fn cache_of(problem: &Problem) -> Cache {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
     let largest_dim = problem.head_dim.max(problem.value_dim);
     match (keys, values) {
