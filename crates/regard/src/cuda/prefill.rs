@@ -97,8 +97,8 @@ fn has_elements(problem: &Problem) -> bool {
     problem.key_dtype == problem.dtype && problem.value_dtype == problem.dtype
 }
 
-/// The kernel that accepts every problem of its types; `None` for those that run in decode for any
-/// number of rows.
+/// The kernel that accepts every problem of its types; `None` for keys in two parts and latent
+/// rows, which run in decode for any number of rows.
 fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
     let in_two_parts = problem.rotary_dim > 0;
@@ -107,10 +107,6 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
     }
     if has_elements(problem) {
         return find_module(Family::PrefillSm80, Build::Fallback, problem, facts);
-    }
-    // Decode multiplies blocks of one kind in f16, faster than prefill does in f32.
-    if matches!(super::select::cache_of(problem), Cache::Q8_0 | Cache::Q4_0) {
-        return None;
     }
     let is_exact = |dtype: DType| dtype == problem.dtype || dtype.is_code();
     let in_16_bits = match problem.dtype {

@@ -79,7 +79,12 @@ fn select_flat(
     if let Some(rows) = problem.listed_rows() {
         return select_decode_only(&rows, facts, machine);
     }
-    match prefill::division(problem) {
+    let division = match cache_of(problem) {
+        // Decode multiplies blocks of one kind in f16, faster than prefill does in f32.
+        Cache::Q8_0 | Cache::Q4_0 => Division::Decode,
+        _ => prefill::division(problem),
+    };
+    match division {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
                 return Ok(prefill_alone(problem, prefill));
@@ -391,7 +396,7 @@ impl DecodeKernel {
 type DecodeModule = (&'static Module, &'static DecodeConfig);
 
 /// The class of modules for how a problem's keys and values are stored.
-pub(super) fn cache_of(problem: &Problem) -> Cache {
+fn cache_of(problem: &Problem) -> Cache {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
     let largest_dim = problem.head_dim.max(problem.value_dim);
     match (keys, values) {
