@@ -172,7 +172,8 @@ fn storage() -> Vec<Spec> {
     specs
 }
 
-/// Blocks under so many rows that CPUs pack tiles: of codes where bf16 are multiplied in pairs.
+/// Blocks under many rows, for which CPUs pack tiles. Where bf16 are multiplied in pairs or on a
+/// matrix unit, keys are packed as codes.
 fn packed_blocks() -> Vec<Spec> {
     let pairs = [
         (DType::Q8_0, DType::Q8_0),
@@ -189,15 +190,12 @@ fn packed_blocks() -> Vec<Spec> {
         for (j, (head_dim, value_dim)) in dims.into_iter().enumerate() {
             let scales = Scales::Fitted;
             let granularity = GRANULARITIES[(i + j) % 4];
+            let left = ((i + j) % 3 == 0).then_some(90);
             specs.push(Spec {
                 causal: j % 2 == 0,
                 ragged_queries: true,
                 keys: Keys::Paged { block_size: 16, interleaved: i % 2 == 0 },
-                window: if (i + j) % 3 == 0 {
-                    window(Some(90), Some(0))
-                } else {
-                    window(None, None)
-                },
+                window: window(left, left.map(|_| 0)),
                 softcap: (j == 3).then_some(20.0),
                 sinks: j == 2,
                 batch_invariant: j == 4,

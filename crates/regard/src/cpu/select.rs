@@ -64,20 +64,19 @@ pub fn select(
     }
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: with an odd head dim the last element has no partner.
-    // Codes, those of blocks too, are exact in bf16; other floats and rows of `mla656` are not.
-    let blocks = |dtype: DType| dtype.is_block() && !dtype.is_latent_row();
-    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code() || blocks(dtype);
+    // Codes, those of blocks too, are exact in bf16; other floats are not.
+    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code() || dtype.is_block();
     let caches = [problem.key_dtype, problem.value_dtype];
-    let in_blocks = caches.into_iter().any(blocks);
+    let in_blocks = caches.into_iter().any(DType::is_block);
     // Only packed tiles hold blocks in bf16. Other walks must not give other bits in
     // batch-invariant mode, and on the matrix unit there are none then. Keys and values with one
-    // row tile would both be codes.
-    let packs_blocks = problem.values != Values::KeyPrefix
+    // row tile (rows of `mla656` among them) would both be codes.
+    let takes_blocks = problem.values != Values::KeyPrefix
         && (!problem.batch_invariant || facts.bf16_products == Bf16Products::Tiles);
     let paired = problem.dtype == DType::BF16
         && problem.head_dim.is_multiple_of(2)
         && caches.into_iter().all(in_bf16)
-        && (!in_blocks || packs_blocks);
+        && (!in_blocks || takes_blocks);
     let kernel = match facts.bf16_products {
         Bf16Products::Pairs if paired => Kernel::CpuBf16,
         Bf16Products::Tiles if paired => Kernel::CpuAmx,

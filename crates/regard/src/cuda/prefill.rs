@@ -92,6 +92,12 @@ pub(super) fn select(
     })
 }
 
+/// Whether keys or values of this type are exact in the type of queries; codes without their
+/// scales.
+fn is_exact(problem: &Problem, stored: DType) -> bool {
+    stored == problem.dtype || stored.is_code()
+}
+
 /// Whether keys and values are stored in the type of queries.
 fn has_elements(problem: &Problem) -> bool {
     problem.key_dtype == problem.dtype && problem.value_dtype == problem.dtype
@@ -108,7 +114,7 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
     if has_elements(problem) {
         return find_module(Family::PrefillSm80, Build::Fallback, problem, facts);
     }
-    let is_exact = |dtype: DType| dtype == problem.dtype || dtype.is_code();
+    let is_exact = |stored| is_exact(problem, stored);
     let in_16_bits = match problem.dtype {
         // Values in blocks are rounded, as probabilities are.
         DType::BF16 => is_exact(keys) && (is_exact(values) || values.is_block()),
@@ -136,9 +142,9 @@ fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<Prefil
         .filter(|kernel| kernel.exact_dims)
         .or_else(|| {
             let any = Kind { build: Build::Fallback, cache: Cache::Any, element };
-            let keys = problem.key_dtype == DType::F16 || problem.key_dtype.is_code();
-            let takes_head_scales =
-                problem.dtype == DType::F16 && keys && problem.value_dtype.is_code();
+            let takes_head_scales = problem.dtype == DType::F16
+                && is_exact(problem, problem.key_dtype)
+                && problem.value_dtype.is_code();
             takes_head_scales.then(|| find_kind(Family::PrefillSm80, any, problem, facts)).flatten()
         })
 }

@@ -154,7 +154,8 @@ unsafe fn scaled_product<V: Vector>(
     let sums = ctx.scratch.block_sums;
     for first in (0..work.steps).step_by(BLOCKS_PER_PRODUCT) {
         let blocks = (work.steps - first).min(BLOCKS_PER_PRODUCT);
-        // SAFETY: the scratch has room for the sums of so many blocks; the rest is the caller's.
+        // SAFETY: the scratch has room for the sums of BLOCKS_PER_PRODUCT blocks. The caller
+        // guarantees A, B, C and the scales.
         unsafe {
             for i in 0..blocks {
                 let block = first + i;

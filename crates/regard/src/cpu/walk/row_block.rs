@@ -204,7 +204,7 @@ unsafe fn compute_scores<V: Vector, const PAIRED: bool>(
                 scale: call.score_factor,
                 prefetch,
                 exponentials: beside,
-                block_scales: block_scales::of_keys(ctx, start).filter(|_| PAIRED),
+                block_scales: block_scales::of_keys(ctx, start),
             };
             register_tile::run::<V>(&call.products.scores, block.rows.len(), vectors, work);
         }
