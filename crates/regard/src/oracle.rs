@@ -74,7 +74,8 @@ pub struct Reference {
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rounding {
     /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j
-    /// d_j |v_j - out|`; and the drift of the sums over keys.
+    /// d_j |v_j - out|`; and the drift of the sums over keys. Over codes and blocks of values,
+    /// under 16-bit queries, also the rounding of small probabilities that a kernel holds in f16.
     pub out: f64,
     /// `sum p_j d_j`, and the drift of the sum over keys.
     pub lse: f64,
@@ -284,9 +285,18 @@ fn rounding(
     rounding.lse = (kept.len() as f64).sqrt() * HALF_EPSILON;
     rounding.out = 2.0 * rounding.lse * largest_out + 2.0 * SMALLEST_NORMAL;
     let mut shares = Vec::with_capacity(kept.len());
+    let subnormal_below = if row.has_probabilities_in_f16() {
+        let top_score = kept.iter().map(|kept| kept.score).fold(f64::NEG_INFINITY, maximum);
+        SHIFTED_NORMAL * (top_score - lse).exp()
+    } else {
+        0.0
+    };
     for (&Kept { score, error, .. }, largest) in kept.iter().zip(values) {
         let probability = (score - lse).exp();
         let moved = probability * error + SMALLEST_NORMAL;
+        if probability < subnormal_below {
+            rounding.out += subnormal_below * SUBNORMAL_ROUNDING * largest.value;
+        }
         shares.push(probability * largest.value);
         rounding.lse += moved;
         // A kernel may multiply the probability by the scale: that product may underflow.
@@ -361,6 +371,10 @@ const LARGEST_MASKED_TERMS: f64 = (1u128 << 100) as f64;
 /// which unnormalized probabilities may exceed 1.
 const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
 const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
+/// In f16, times 2^15, probabilities below this part of the row's largest are subnormal.
+const SHIFTED_NORMAL: f64 = 1.0 / (1u64 << 29) as f64;
+/// Half the step of subnormal numbers of f16, relative to the smallest normal one.
+const SUBNORMAL_ROUNDING: f64 = 1.0 / (1u64 << 11) as f64;
 /// One rounding, relative.
 const HALF_EPSILON: f64 = f32::EPSILON as f64 / 2.0;
 
@@ -638,6 +652,12 @@ impl<'a> RowOperands<'a> {
             Some(mask) if mask.dtype() == DType::Bool => self.mask_at(mask, key) != 0.0,
             _ => true,
         }
+    }
+
+    /// Whether a kernel may hold this row's probabilities in f16, whatever 16-bit type the queries
+    /// have: over codes and blocks.
+    fn has_probabilities_in_f16(&self) -> bool {
+        !self.inputs.v.dtype().is_float() && self.inputs.q.dtype() != DType::F32
     }
 
     fn has_additive_mask(&self) -> bool {

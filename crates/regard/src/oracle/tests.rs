@@ -336,6 +336,30 @@ fn codes_are_multiplied_with_the_scale_of_their_place() {
 }
 
 #[test]
+fn tiny_probabilities_over_codes_may_be_0_under_16_bit_queries() {
+    // Scores 0 and -28, so the second probability is 2^-40.4, and it alone has a value.
+    let (k, v, one) = ([0i8, -28], [0i8, 100], [1.0f32]);
+    let accepts = |q: Tensor, out: f32| {
+        let scales = || Some(Tensor::new(&one, [1, 1, 1]).unwrap());
+        let options = Attention {
+            scale: Some(1.0),
+            k_scales: scales(),
+            v_scales: scales(),
+            ..Attention::default()
+        };
+        let view = |codes| Tensor::new(codes, [1, 2, 1, 1]).unwrap();
+        let judge = Judge::new(&Inputs::new(q, view(&k), view(&v), options), DType::F32).unwrap();
+        judge.check(&Tensor::new(&[out], [1, 1, 1, 1]).unwrap(), None).is_ok()
+    };
+    let half_precision = [half::bf16::ONE];
+    let (exact, step) = (100.0 * (-28f32).exp(), 100.0 * (-39f32).exp2());
+    let under_bf16 = |out| accepts(Tensor::new(&half_precision, [1, 1, 1, 1]).unwrap(), out);
+    let under_f32 = |out| accepts(Tensor::new(&one, [1, 1, 1, 1]).unwrap(), out);
+    assert_eq!([exact, 0.0, step].map(under_bf16), [true, true, false]);
+    assert_eq!([exact, 0.0, step].map(under_f32), [true, false, false]);
+}
+
+#[test]
 fn blocks_bring_their_own_scales() {
     use crate::format::{BlockQ4_0, BlockQ8_0};
     let q = [1.0f32; 32];

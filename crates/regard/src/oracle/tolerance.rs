@@ -11,6 +11,8 @@
 //!   product: four roundings (2 epsilon), some seven standard deviations, of independent errors,
 //!   or of equal ones where a list names a key several times
 //!   ([`Rounding::probabilities`](super::Rounding::probabilities)),
+//! - over codes and blocks, for f16 and bf16, the rounding of probabilities below 2^-29 of the
+//!   row's largest, which a kernel may hold in f16 times 2^15,
 //! - for equal probabilities, which are all rounded to the same number and so scale the result:
 //!   half an epsilon of the inputs' type at the result's magnitude,
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element
