@@ -178,6 +178,9 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return out;
 }
+static inline unsigned __funnelshift_r(unsigned lower, unsigned upper, unsigned shift) {
+    return (unsigned)((lower | (unsigned long long)upper << 32) >> (shift & 31));
+}
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned __float_as_uint(float x) {
     unsigned u;

@@ -1,5 +1,7 @@
 //! Development chores of the regard workspace, run as `cargo xtask`.
 
+extern crate alloc;
+
 mod cuda;
 mod header;
 

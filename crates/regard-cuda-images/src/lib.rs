@@ -4,6 +4,10 @@
 //! `regard` selects, unpacks and loads an image; its API hides this crate.
 #![no_std]
 
+extern crate alloc;
+
+pub mod relative_ptx;
+
 /// Everything that ships.
 #[derive(Debug, Clone, Copy)]
 pub struct Index {
@@ -36,7 +40,7 @@ pub struct Image {
     pub archive: usize,
     /// Its offset in the unpacked archive, in bytes.
     pub at: usize,
-    /// Its size, in bytes.
+    /// Its size there, in bytes. PTX has relative numbers there ([`relative_ptx`]).
     pub bytes: usize,
 }
 

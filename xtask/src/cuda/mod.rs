@@ -17,6 +17,9 @@ mod record;
 #[allow(dead_code, reason = "the crate reads more of the registry than this tool does")]
 #[path = "../../../crates/regard/src/cuda/registry/mod.rs"]
 mod registry;
+/// As archives hold PTX. The source of the crate that reads them, which this program writes.
+#[path = "../../../crates/regard-cuda-images/src/relative_ptx.rs"]
+mod relative_ptx;
 mod sass;
 mod ship;
 mod source;

@@ -4,9 +4,9 @@
 //! generation of GPUs. Images of one kind share an archive if their modules differ only in types
 //! and in rows of tiles. Such images are similar: together they compress to little more than one of
 //! them. An archive starts with a line for each image (name, bytes, and whether its kernels start
-//! early) and an empty line; the images follow. It is an LZMA file.
+//! early) and an empty line; the images follow, PTX with relative numbers. It is an LZMA file.
 
-use super::{Image, Module};
+use super::{Image, Module, relative_ptx};
 use anyhow::{Context, Result, bail};
 use lzma_rust2::{LzmaOptions, LzmaReader, LzmaWriter};
 use std::collections::{BTreeMap, BTreeSet};
@@ -84,13 +84,31 @@ fn options(kind: &str, bytes: usize) -> LzmaOptions {
     options
 }
 
-fn pack(kind: &str, archive: &Archive) -> Result<Vec<u8>> {
-    let mut content = String::new();
-    for (name, image) in archive {
-        writeln!(content, "{name} {} {}", image.bytes.len(), image.starts_early)?;
+/// An image as it is stored in an archive: PTX with relative numbers.
+fn to_stored(kind: &str, image: &[u8]) -> Result<Vec<u8>> {
+    if kind != super::PTX {
+        return Ok(image.into());
     }
-    let mut content = (content + "\n").into_bytes();
-    archive.values().for_each(|image| content.extend(&image.bytes));
+    let stored = relative_ptx::encode(image);
+    if relative_ptx::decode(&stored) != image {
+        bail!("relative numbers do not give this PTX back");
+    }
+    Ok(stored)
+}
+
+fn from_stored(kind: &str, stored: &[u8]) -> Vec<u8> {
+    if kind == super::PTX { relative_ptx::decode(stored) } else { stored.into() }
+}
+
+fn pack(kind: &str, archive: &Archive) -> Result<Vec<u8>> {
+    let (mut head, mut stored) = (String::new(), Vec::new());
+    for (name, image) in archive {
+        let bytes = to_stored(kind, &image.bytes).with_context(|| format!("packing {name}"))?;
+        writeln!(head, "{name} {} {}", bytes.len(), image.starts_early)?;
+        stored.extend(bytes);
+    }
+    let mut content = (head + "\n").into_bytes();
+    content.extend(stored);
     let (options, bytes) = (options(kind, content.len()), Some(content.len() as u64));
     let mut writer = LzmaWriter::new_use_header(Vec::new(), &options, bytes)?;
     writer.write_all(&content).context("compressing an archive")?;
@@ -101,13 +119,14 @@ fn pack(kind: &str, archive: &Archive) -> Result<Vec<u8>> {
 struct Packed {
     /// The module's name.
     module: String,
-    /// Its offset in the unpacked content.
+    /// Its offset and its size in the unpacked content.
     at: usize,
+    bytes: usize,
     image: Image,
 }
 
-/// The images of an archive.
-fn unpack(packed: &[u8]) -> Result<Vec<Packed>> {
+/// The images of an archive of that kind.
+fn unpack(kind: &str, packed: &[u8]) -> Result<Vec<Packed>> {
     let mut content = Vec::new();
     let mut reader = LzmaReader::new_mem_limit(packed, u32::MAX, None).context(BROKEN)?;
     reader.read_to_end(&mut content).context(BROKEN)?;
@@ -117,11 +136,12 @@ fn unpack(packed: &[u8]) -> Result<Vec<Packed>> {
     for line in head.lines().filter(|line| !line.is_empty()) {
         let words: Vec<_> = line.split(' ').collect();
         let [name, bytes, starts_early] = words[..] else { bail!(BROKEN) };
-        let end = at + bytes.parse::<usize>().context(BROKEN)?;
-        let bytes = content.get(at..end).context(BROKEN)?.to_vec();
+        let stored: usize = bytes.parse().context(BROKEN)?;
+        let bytes = from_stored(kind, content.get(at..at + stored).context(BROKEN)?);
         let starts_early = starts_early.parse().context(BROKEN)?;
-        images.push(Packed { module: name.into(), at, image: Image { bytes, starts_early } });
-        at = end;
+        let image = Image { bytes, starts_early };
+        images.push(Packed { module: name.into(), at, bytes: stored, image });
+        at += stored;
     }
     Ok(images)
 }
@@ -129,7 +149,8 @@ fn unpack(packed: &[u8]) -> Result<Vec<Packed>> {
 /// An archive's size and its images.
 fn read(folder: &Path, archive: &str) -> Result<(usize, Vec<Packed>)> {
     let packed = fs::read(folder.join(archive)).with_context(|| format!("reading {archive}"))?;
-    let images = unpack(&packed).with_context(|| format!("reading {archive}"))?;
+    let kind = archive.rsplit('.').nth(1).unwrap_or_default();
+    let images = unpack(kind, &packed).with_context(|| format!("reading {archive}"))?;
     Ok((packed.len(), images))
 }
 
@@ -299,18 +320,17 @@ fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
                 names.iter().copied().collect::<Vec<_>>().join(", ")
             );
         }
-        let content: usize = images.last().map_or(0, |last| last.at + last.image.bytes.len());
+        let content: usize = images.last().map_or(0, |last| last.at + last.bytes);
         writeln!(
             included,
             "        Archive {{ bytes: {content}, packed: include_bytes!({archive:?}) }},"
         )?;
-        for Packed { module, at, image: Image { bytes, starts_early } } in images {
+        for Packed { module, at, bytes, image: Image { starts_early, .. } } in images {
             // A line per image: the file stays short enough to read.
             writeln!(
                 listed,
                 "        Image {{ module: {module:?}, kind: {kind:?}, starts_early: \
-                 {starts_early}, archive: {number}, at: {at}, bytes: {} }},",
-                bytes.len()
+                 {starts_early}, archive: {number}, at: {at}, bytes: {bytes} }},"
             )?;
         }
     }

@@ -6,7 +6,7 @@ use crate::machine::CudaFacts;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys;
 use lzma_rust2::LzmaReader;
-use regard_cuda_images::{Archive, Image, Index};
+use regard_cuda_images::{Archive, Image, Index, relative_ptx};
 use std::collections::HashMap;
 use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -71,6 +71,9 @@ fn unpack_archive(archive: &Archive) -> Result<Vec<u8>, String> {
 fn from_archive(image: &Image, mut content: Vec<u8>) -> Vec<u8> {
     content.truncate(image.at + image.bytes);
     content.drain(..image.at);
+    if is_ptx(image) {
+        content = relative_ptx::decode(&content);
+    }
     content.push(0);
     content
 }
@@ -209,7 +212,10 @@ mod tests {
 
     /// That an image matches its entry in the index.
     fn check_image(Shipped { image, .. }: Shipped, bytes: Vec<u8>) {
-        assert_eq!((bytes.len(), bytes.last()), (image.bytes + 1, Some(&0)), "{}", image.module);
+        let (&last, content) = bytes.split_last().unwrap();
+        let stored =
+            if is_ptx(image) { relative_ptx::encode(content).len() } else { content.len() };
+        assert_eq!((stored, last), (image.bytes, 0), "{}", image.module);
         let start: &[u8] = if is_ptx(image) { b".version " } else { b"\x7fELF" };
         assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
         if is_ptx(image) {

@@ -86,13 +86,19 @@ impl Shape {
 
     /// Bytes per pipeline stage of a group.
     fn stage_bytes(&self) -> usize {
-        let scale_bytes = if self.cache == Cache::Bytes { 8 } else { 0 };
-        self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + scale_bytes)
+        // Scales of codes; or room to convert stored rows in, and notes per row.
+        let more = match self.cache {
+            Cache::Bytes => 2 * 4,
+            Cache::Any => 2 * (64 + 8),
+            _ => 0,
+        };
+        self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + more)
     }
 
     /// Pipeline stages of a group: `STAGES` there.
     fn stages(&self) -> usize {
         match self.stage_bytes() {
+            _ if self.cache == Cache::Any => 1,
             bytes if bytes > MAX_STAGE_BYTES => 1,
             0..=SMALL_STAGE_BYTES if matches!(self.cache, Cache::Q8_0 | Cache::Q4_0) => 3,
             _ => 2,
@@ -126,7 +132,11 @@ pub(super) fn row_alignment(row_bytes: usize) -> usize {
 /// Maximum groups of a CTA with this much shared memory; at least one, even if that does not fit.
 pub(super) fn max_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
     let by_warps = (MAX_WARPS / shape.group_warps()).max(1);
-    let enough = ENOUGH_BYTES.div_ceil(shape.stages() * shape.stage_bytes()).max(3);
+    // Stored rows fill a part of the stages that they are converted in.
+    let enough = match shape.cache {
+        Cache::Any => usize::MAX,
+        _ => ENOUGH_BYTES.div_ceil(shape.stages() * shape.stage_bytes()).max(3),
+    };
     let fits = |groups: &usize| shape.shared_bytes(*groups) <= shared_bytes;
     (1..=by_warps.min(enough)).rev().find(fits).unwrap_or(1)
 }

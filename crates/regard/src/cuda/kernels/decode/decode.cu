@@ -18,6 +18,9 @@
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
 #include "decode/stream_k.cuh"
+#if CACHE == 4
+#include "decode/decode_stored.cuh"
+#endif
 #if ELEMENT_TYPE == 2
 #include "decode/decode_fma.cuh"
 #elif CACHE >= 1 && CACHE <= 3
@@ -86,8 +89,8 @@ struct Worker {
         long long key_at, value_at;
         find_kv_start(params, tile, key_at, value_at);
 #if CACHE == 4
-        tile.key_base = params.keys.pointer + key_at * format_bytes(cache.key_format);
-        tile.value_base = params.values.pointer + value_at * format_bytes(cache.value_format);
+        tile.key_base = params.keys.pointer + key_at * stored_bytes(cache.key_format);
+        tile.value_base = params.values.pointer + value_at * stored_bytes(cache.value_format);
 #else
         tile.key_base = params.keys.pointer + key_at * CACHE_BYTES;
         tile.value_base = params.values.pointer + value_at * CACHE_BYTES;
@@ -265,15 +268,17 @@ struct Worker {
 
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
-        unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
+        unsigned keys = ring + stage * STAGE_BYTES;
+#if CACHE == 4
+        fetch_stored(*this, keys, key_tile);
+        return;
+#endif
+        unsigned values = keys + TILE_KEYS * KEY_PITCH;
 #if HAS_RUNS
         if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)
             fetch_runs(key_tile, keys, values, runs);
         else
             fetch_scattered(key_tile, keys, values);
-#elif CACHE == 4
-        load_dequantized<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
-        load_dequantized<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim, key_tile);
 #else
         fetch_scattered(key_tile, keys, values);
 #endif
@@ -492,6 +497,9 @@ struct Worker {
                 if (key_tile >= end) break;
             }
             unsigned keys = ring + stage * STAGE_BYTES;
+#if CACHE == 4
+            convert_stored(*this, keys);
+#endif
             Scores scores = {};
             products.mma_qk(scores, keys);
 #if CACHE >= 1 && CACHE <= 3
@@ -506,7 +514,7 @@ struct Worker {
 #if CACHE >= 1 && CACHE <= 3
             products.mma_pv(out, scores, values, scales + TILE_KEYS * 4, value_warp * WARP_VALUE_DIM);
 #else
-            products.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+            products.mma_pv(out, scores, keys + STORED_SIDE_BYTES, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
 #endif
         }
     }

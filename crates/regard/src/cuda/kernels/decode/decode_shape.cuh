@@ -65,10 +65,17 @@ constexpr int KEY_PITCH = row_pitch(HEAD_DIM);
 constexpr int VALUE_PITCH = row_pitch(VALUE_DIM);
 // Scales of codes: one per key for keys and for values.
 constexpr int SCALE_BYTES = CACHE_CLASS == CacheClass::Bytes ? TILE_KEYS * 8 : 0;
-constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH) + SCALE_BYTES;
-// One stage where two would not fit into the 99 KB of a consumer GPU, three where they are small blocks. Keep in step
-// with shape.rs.
-constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : HAS_BLOCKS && STAGE_BYTES <= 6 * 1024 ? 3 : 2;
+// Rows of any format are copied as they are stored, and then made f32 in place (decode_stored.cuh): room for that, and
+// notes per row.
+constexpr int STORED_ROOM = CACHE_CLASS == CacheClass::Any ? TILE_KEYS * 64 : 0, ROW_NOTE_BYTES = 8;
+constexpr int STORED_SIDE_BYTES = TILE_KEYS * KEY_PITCH + STORED_ROOM;
+constexpr int NOTE_BYTES = CACHE_CLASS == CacheClass::Any ? 2 * TILE_KEYS * ROW_NOTE_BYTES : 0;
+constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH) + 2 * STORED_ROOM + SCALE_BYTES + NOTE_BYTES;
+// One stage where two would not fit into the 99 KB of a consumer GPU, and for rows of any format, which take more time
+// to convert than to copy; three where stages are small blocks. Keep in step with shape.rs.
+constexpr int STAGES = CACHE_CLASS == CacheClass::Any || STAGE_BYTES > 48 * 1024 ? 1
+                       : HAS_BLOCKS && STAGE_BYTES <= 6 * 1024                   ? 3
+                                                                                 : 2;
 constexpr int PREFETCH_DISTANCE = STAGES - 1; // K tiles that copies run ahead of the MMAs
 constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 
