@@ -6,8 +6,7 @@
 // groups never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the
 // groups' states are merged.
 //
-// The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
-// any lengths.
+// The grid is fixed and the work is divided on the device (stream_k.cuh): one launch, in a graph, serves any lengths.
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_groups.cuh"
@@ -16,11 +15,9 @@
 #include "decode/decode_schedule.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
+#include "decode/decode_stored.cuh"
 #include "decode/decode_tile.cuh"
 #include "decode/stream_k.cuh"
-#if CACHE == 4
-#include "decode/decode_stored.cuh"
-#endif
 #if ELEMENT_TYPE == 2
 #include "decode/decode_fma.cuh"
 #elif CACHE >= 1 && CACHE <= 3
@@ -268,22 +265,19 @@ struct Worker {
 
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
-        unsigned keys = ring + stage * STAGE_BYTES;
 #if CACHE == 4
-        fetch_stored(*this, keys, key_tile);
-        return;
-#endif
-        unsigned values = keys + TILE_KEYS * KEY_PITCH;
+        fetch_stored(*this, ring + stage * STAGE_BYTES, key_tile);
+#else
+        unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
 #if HAS_RUNS
         if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)
             fetch_runs(key_tile, keys, values, runs);
         else
-            fetch_scattered(key_tile, keys, values);
-#else
-        fetch_scattered(key_tile, keys, values);
 #endif
+            fetch_scattered(key_tile, keys, values);
 #if CACHE == 1
         load_scales(*this, values + TILE_KEYS * VALUE_PITCH, key_tile, runs);
+#endif
 #endif
     }
 
@@ -341,8 +335,7 @@ struct Worker {
 
     __device__ __forceinline__ void load_queries() const {
 #if CACHE == 4
-        load_any_queries(*this);
-        return;
+        return load_any_queries(*this);
 #endif
         if constexpr (HAS_CODES) return load_code_queries(*this);
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
@@ -386,8 +379,7 @@ struct Worker {
         }
     }
 
-    // Online softmax over the scores of a K tile: updates the running maxima, rescales sums and accumulators if a
-    // maximum of the warp rose, and exponentiates.
+    // Online softmax over a K tile's scores: updates running maxima, rescales if one of the warp rose, exponentiates.
     __device__ __forceinline__ void softmax_step(Scores &scores) {
         bool moved = false;
         float reference[MMA_ROW_TILES][2], factor[MMA_ROW_TILES][2], unit = unit_of(params);

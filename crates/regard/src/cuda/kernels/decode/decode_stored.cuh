@@ -11,6 +11,7 @@
 #include "common/stored_format.cuh"
 #include "decode/decode_cache.cuh"
 
+#if CACHE == 4
 static_assert(TILE_KEYS == 16, "a lane per key and per value");
 static_assert(HEAD_DIM == VALUE_DIM && KEY_PITCH == VALUE_PITCH, "keys and values take turns in one loop");
 
@@ -397,3 +398,4 @@ template <class Worker> static __device__ __forceinline__ void load_any_queries(
         }
     }
 }
+#endif
