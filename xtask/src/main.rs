@@ -1,6 +1,6 @@
 //! Development chores of the regard workspace, run as `cargo xtask`.
 
-extern crate alloc;
+extern crate alloc; // of `relative_ptx`, which is also in a crate without `std`
 
 mod cuda;
 mod header;

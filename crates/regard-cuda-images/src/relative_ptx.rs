@@ -1,9 +1,9 @@
-//! PTX with relative numbers, which compresses to six tenths of the size.
+//! PTX with relative numbers, which compresses to about half of the size.
 //!
-//! Compilers number registers and labels of PTX through: `%r1204`, `$L__BB0_37`. Code that repeats
-//! has other numbers each time, so a compressor finds no repetition. In relative PTX, the number of
-//! a register or label is the difference to the number before it of the same class (`%r`,
-//! `$L__BB0_`), and code that repeats is the same text.
+//! Compilers give each register and label of PTX a number of its own: `%r1204`, `$L__BB0_37`. Code
+//! that repeats has other numbers each time, so a compressor finds no repetition. In relative PTX,
+//! a number is the difference to the one before it of the same class (`%r`, `$L__BB0_`). There,
+//! code that repeats is the same text.
 
 use alloc::string::ToString;
 use alloc::vec::Vec;
@@ -34,7 +34,7 @@ struct Renumbered {
 /// Replaces the number of every register and label. `step` gets it and the absolute number before
 /// it of its class, 0 at first.
 fn renumber(text: &[u8], step: impl Fn(i64, i64) -> Renumbered) -> Vec<u8> {
-    let mut absolute: Vec<(&[u8], i64)> = Vec::new();
+    let mut classes: Vec<(&[u8], i64)> = Vec::new();
     let mut out = Vec::with_capacity(text.len() + text.len() / 4);
     let mut rest = text;
     while let Some(&first) = rest.first() {
@@ -48,11 +48,11 @@ fn renumber(text: &[u8], step: impl Fn(i64, i64) -> Renumbered) -> Vec<u8> {
         let (class, after) = rest.split_at(class_len);
         let (number, after) = after.split_at(number_len);
         rest = after;
-        let place = absolute.iter().position(|(known, _)| *known == class).unwrap_or_else(|| {
-            absolute.push((class, 0));
-            absolute.len() - 1
+        let place = classes.iter().position(|(known, _)| *known == class).unwrap_or_else(|| {
+            classes.push((class, 0));
+            classes.len() - 1
         });
-        let before = &mut absolute[place].1;
+        let before = &mut classes[place].1;
         let Renumbered { written, absolute } = step(parse(number), *before);
         *before = absolute;
         out.extend_from_slice(class);

@@ -16,6 +16,13 @@ const MAX_STAGE_BYTES: usize = 48 << 10;
 /// The largest stage of q8_0 or q4_0 blocks of a three-stage pipeline.
 const SMALL_STAGE_BYTES: usize = 6 << 10;
 
+/// Bytes of a stage per row of keys or of values: the scale of its codes.
+const SCALE_BYTES: usize = 4;
+
+/// The same for rows of any format: room to convert them in place, and what is noted of each.
+const STORED_ROOM: usize = 64;
+const ROW_NOTE_BYTES: usize = 8;
+
 /// The configuration that a kernel is compiled for.
 pub(super) struct Shape {
     cache: Cache,
@@ -86,21 +93,21 @@ impl Shape {
 
     /// Bytes per pipeline stage of a group.
     fn stage_bytes(&self) -> usize {
-        // Scales of codes; or room to convert stored rows in, and notes per row.
         let more = match self.cache {
-            Cache::Bytes => 2 * 4,
-            Cache::Any => 2 * (64 + 8),
+            Cache::Bytes => SCALE_BYTES,
+            Cache::Any => STORED_ROOM + ROW_NOTE_BYTES,
             _ => 0,
         };
-        self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + more)
+        self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + 2 * more)
     }
 
     /// Pipeline stages of a group: `STAGES` there.
     fn stages(&self) -> usize {
-        match self.stage_bytes() {
-            _ if self.cache == Cache::Any => 1,
-            bytes if bytes > MAX_STAGE_BYTES => 1,
-            0..=SMALL_STAGE_BYTES if matches!(self.cache, Cache::Q8_0 | Cache::Q4_0) => 3,
+        match (self.cache, self.stage_bytes()) {
+            // Rows of any format take more time to convert than to copy.
+            (Cache::Any, _) => 1,
+            (_, bytes) if bytes > MAX_STAGE_BYTES => 1,
+            (Cache::Q8_0 | Cache::Q4_0, 0..=SMALL_STAGE_BYTES) => 3,
             _ => 2,
         }
     }
