@@ -17,6 +17,7 @@ static inline void emu_copy_later(const Copy &c) {
 static inline void cp_async(unsigned to, const void *from, int bytes) { emu_copy_later({to, from, bytes, 16}); }
 static inline void cp_async_alone(unsigned to, const void *from, int bytes) { cp_async(to, from, bytes); }
 static inline void cp_async_sectors(unsigned to, const void *from, int bytes) { cp_async(to, from, bytes); }
+static inline void cp_async_eight(unsigned to, const void *from, bool present) { emu_copy_later({to, from, present ? 8 : 0, 8}); }
 static inline void cp_async_word(unsigned to, const void *from, bool present) { emu_copy_later({to, from, present ? 4 : 0, 4}); }
 static inline void st_shared_v4(unsigned to, uint4 x) { memcpy(emu_at(to, 16), &x, 16); }
 static inline void cp_async_commit() {
