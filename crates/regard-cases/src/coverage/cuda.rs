@@ -213,6 +213,12 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
         Cache::Q8_0 => vec![both(DType::Q8_0, Granularity::Head)],
         Cache::Q4_0 => vec![both(DType::Q4_0, Granularity::Head)],
         Cache::Any if element == Element::F32 => return types_in_f32(),
+        Cache::Any if module.family() == Family::PrefillSm90 => vec![
+            mixed(DType::BF16, DType::Q8_0),
+            mixed(DType::Q4_0, DType::BF16),
+            mixed(DType::I8, DType::Q4_0),
+            mixed(DType::Q8_0, DType::E4M3),
+        ],
         Cache::Any => vec![
             both(DType::I8, Granularity::Head),
             both(DType::E4M3, Granularity::Token),

@@ -20,10 +20,19 @@ const LENGTHS: [(&str, (usize, usize)); 3] =
 
 /// All of them.
 pub(super) fn caches() -> Vec<Spec> {
-    [formats(), granularities(), mixed(), storage(), packed_blocks(), features(), numbers()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        formats(),
+        granularities(),
+        mixed(),
+        storage(),
+        packed_blocks(),
+        converted_tiles(),
+        features(),
+        numbers(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// Every format under every type of query, at every class of head dim.
@@ -204,6 +213,51 @@ fn packed_blocks() -> Vec<Spec> {
                     .lengths(&[(70, 311), (1, 40), (37, 530), (65, 3)])
                     .heads(8, 2)
                     .dims(head_dim, value_dim)
+                    .dtype(DType::BF16)
+            });
+        }
+    }
+    specs
+}
+
+/// Formats that Hopper's prefill converts to tiles of bf16: rows that TMA can address and rows that
+/// it cannot; as many rows as blocks of one kind need to run there.
+fn converted_tiles() -> Vec<Spec> {
+    let pairs = [
+        (DType::Q8_0, DType::Q8_0),
+        (DType::Q4_0, DType::Q4_0),
+        (DType::I8, DType::E5M2),
+        (DType::BF16, DType::Q8_0),
+        (DType::Q4_0, DType::BF16),
+        (DType::E4M3, DType::Q4_0),
+    ];
+    let ways = [
+        ("dense", Keys::Batched { slack: 5 }, KvLayout::Nhd),
+        ("ragged", Keys::Ragged { slack: 2 }, KvLayout::Nhd),
+        ("pages", Keys::Paged { block_size: 16, interleaved: true }, KvLayout::Nhd),
+        ("head-major", Keys::Paged { block_size: 64, interleaved: false }, KvLayout::Hnd),
+        ("odd-pages", Keys::Paged { block_size: 7, interleaved: false }, KvLayout::Nhd),
+    ];
+    let mut specs = Vec::new();
+    for (i, (k, v)) in pairs.into_iter().enumerate() {
+        for (j, (way, keys, kv_layout)) in ways.into_iter().enumerate() {
+            let dims = [64, 128][(i + j) % 2];
+            let granularity = [Granularity::Token, Granularity::Page][i % 2];
+            let left = (j == 0).then_some(70);
+            specs.push(Spec {
+                keys,
+                kv_layout,
+                causal: j % 2 == 0,
+                ragged_queries: j == 1,
+                window: window(left, left.map(|_| 0)),
+                sinks: j == 2,
+                lse: j != 3,
+                stray_entries: j == 4,
+                cache: CacheSpec { k: Some(k), v: Some(v), granularity, scales: Scales::Fitted },
+                ..Spec::new(format!("caches/converted-{way}-{k}-{v}-{dims}"))
+                    .lengths(&[(230, 203), (230, 31)])
+                    .heads(8, 2)
+                    .dims(dims, dims)
                     .dtype(DType::BF16)
             });
         }

@@ -11,6 +11,7 @@ use super::workspace::check_workspace;
 use super::{
     Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace, Workspace, driver, launch,
 };
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
 use crate::params::{
@@ -763,10 +764,15 @@ impl Run<'_> {
     fn tensor_maps(&self, maps: &launch::Maps) -> Result<TensorMaps, Error> {
         let Problem { dtype, key_dtype, value_dtype, .. } = self.problem;
         self.gpu.bind()?;
+        let encode = |argument, dtype, map: &Option<_>| match map {
+            Some(map) if maps.as_bytes => driver::encode(argument, DType::I8, map),
+            Some(map) => driver::encode(argument, dtype, map),
+            None => Ok(TensorMap([0; 128])),
+        };
         Ok(TensorMaps {
             query: driver::encode("q", dtype, &maps.query)?,
-            key: driver::encode("k", key_dtype, &maps.key)?,
-            value: driver::encode("v", value_dtype, &maps.value)?,
+            key: encode("k", key_dtype, &maps.key)?,
+            value: encode("v", value_dtype, &maps.value)?,
             out: driver::encode("out", dtype, &maps.out)?,
         })
     }

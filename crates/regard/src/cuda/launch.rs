@@ -81,8 +81,12 @@ pub(super) struct LatentMaps {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Maps {
     pub query: Described,
-    pub key: Described,
-    pub value: Described,
+    /// `None` where the kernel reads keys and values otherwise.
+    pub key: Option<Described>,
+    /// Likewise.
+    pub value: Option<Described>,
+    /// Whether keys and values are described as bytes, whatever their type.
+    pub as_bytes: bool,
     pub out: Described,
 }
 
@@ -388,22 +392,21 @@ pub(super) fn prefill_call<'a>(
     workspace: u64,
 ) -> PrefillCall<'a> {
     let mut attention = attention(problem, inputs, outputs, workspace);
-    let described = maps(problem, &plan.specialized, inputs, outputs);
-    let specialized_load_kind = load_kind(problem, inputs);
-    let scales_suit = !plan.specialized.head_scales || has_head_scales(inputs);
-    let suits_specialized = match plan.specialized.tensor_maps {
-        true => described.is_some() && scales_suit,
-        false if plan.specialized.cache != Cache::Elements => scales_suit,
+    let suits = |kernel: &&PrefillKernel| match (kernel.tensor_maps, kernel.cache) {
+        _ if kernel.head_scales && !has_head_scales(inputs) => false,
+        (true, _) => maps(problem, kernel, inputs, outputs).is_some(),
         // The plain kernel cannot write another output type, nor rows that do not start at
         // multiples of four elements.
-        false => {
-            specialized_load_kind == LoadKind::PageAligned16
+        (false, Cache::Elements) => {
+            load_kind(problem, inputs) == LoadKind::PageAligned16
                 && attention.out_f32 == 0
                 && attention.out_aligned == 1
                 && keeps_order(inputs.scale())
         }
+        (false, _) => true,
     };
-    let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
+    let faster = [&plan.specialized].into_iter().chain(&plan.any_scales);
+    let kernel = faster.into_iter().find(suits).unwrap_or(&plan.fallback);
     attention.load_kind = match kernel.cache {
         Cache::Elements => load_kind(problem, inputs),
         // This is about queries.
@@ -428,8 +431,9 @@ pub(super) fn prefill_call<'a>(
         let max_ctas = tiles.total.max(1).saturating_mul(kernel.cluster_size);
         ctas = ctas.min(u32::try_from(max_ctas).unwrap_or(u32::MAX));
     }
-    let maps = described.filter(|_| kernel.tensor_maps);
-    parameters.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
+    let maps = maps(problem, kernel, inputs, outputs);
+    let key_map = maps.and_then(|maps| maps.key);
+    parameters.box_keys = key_map.map_or(0, |map| map.box_dims[2] as i32);
     let tile_map = mask_map::tile_map(plan, kernel, problem, inputs);
     if let Some(map) = tile_map {
         parameters.map = mask_map::parameters(&map, workspace);
@@ -465,12 +469,22 @@ fn maps(
     if !kernel.tensor_maps || !keeps_order(inputs.scale()) {
         return None;
     }
-    let keys = keys_per_box(problem, kernel.box_keys)?;
     let Inputs { q, k, v, .. } = inputs;
+    let keys = keys_per_box(problem, kernel.box_keys);
+    let (key, value) = match (kernel.cache, keys) {
+        (Cache::Any, None) => (None, None),
+        (Cache::Any, Some(keys)) => {
+            let described = [k, v].map(|rows| Described::from_rows(rows.address(), rows, keys));
+            let all = described.iter().all(Option::is_some);
+            described.map(|map| map.filter(|_| all)).into()
+        }
+        (_, keys) => (Some(describe(k, keys?)?), Some(describe(v, keys?)?)),
+    };
     Some(Maps {
         query: Described::from_dims(q.address(), q, QUERY_BOX)?,
-        key: describe(k, keys)?,
-        value: describe(v, keys)?,
+        key,
+        value,
+        as_bytes: kernel.cache == Cache::Any,
         out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
     })
 }

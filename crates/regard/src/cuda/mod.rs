@@ -192,6 +192,9 @@ pub struct Combine {
 pub struct Prefill {
     /// The launch.
     pub specialized: PrefillKernel,
+    /// The kernel for scales that keys or values of a head do not share, if the specialized one
+    /// takes no others.
+    pub any_scales: Option<PrefillKernel>,
     /// The kernel for operands whose strides or alignment the specialized one cannot read.
     pub fallback: PrefillKernel,
     /// Minimum query tokens of a sequence that prefill computes; 0 for all sequences.
@@ -275,18 +278,22 @@ impl Launches {
             module.is_some_and(|module| module.runs_on(facts.compute_capability))
         };
         let prefix = self.prefix.iter().map(|prefix| prefix.fallback);
-        let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         self.modules().all(|(module, _)| runs(module))
             && self
                 .in_order()
-                .chain(fallback)
+                .chain(self.other_prefill())
                 .chain(prefix)
                 .all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
     }
 
+    /// The prefill launches that may take the place of the specialized one.
+    fn other_prefill(&self) -> impl Iterator<Item = Launch> {
+        let kernels = |prefill: &Prefill| prefill.any_scales.into_iter().chain([prefill.fallback]);
+        self.prefill.iter().flat_map(kernels).map(|kernel| kernel.launch)
+    }
+
     /// Every module that a run may need, with the kernel's name in it.
     pub fn modules(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         let others = self.decode.iter().flat_map(|decode| {
             [decode.launch.module, decode.fallback].into_iter().flat_map(|module| {
                 let combine = decode.combine.map(|combine| (module, combine.launch.entry));
@@ -300,8 +307,9 @@ impl Launches {
             let launches = [prefix.schedule, prefix.kernel, prefix.merge];
             launches.into_iter().map(|launch| (prefix.fallback.module, launch.entry))
         });
-        let in_order = self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry));
-        in_order.chain(others).chain(schedule).chain(prefix)
+        let launches = self.in_order().chain(self.other_prefill());
+        let launches = launches.map(|launch| (launch.module, launch.entry));
+        launches.chain(others).chain(schedule).chain(prefix)
     }
 }
 

@@ -26,6 +26,9 @@ const DECODE_TOKENS: usize = 16;
 /// decode tile is chosen for one token.
 const MIXED_TOKENS: usize = 8;
 
+/// Rows per tile of the decode kernels for blocks.
+const BLOCK_DECODE_ROWS: usize = 32;
+
 /// Keys and values of an L2 group may take 1 / `L2_GROUP_DIVISOR` of the L2 cache. The rest is for
 /// queries and outputs, and each half of the cache keeps a copy.
 const L2_GROUP_DIVISOR: usize = 4;
@@ -81,10 +84,12 @@ pub(super) fn select(
     map_at: usize,
 ) -> Option<Prefill> {
     let fallback = find_fallback(problem, facts)?;
-    let specialized = find_specialized(problem, facts).unwrap_or(fallback);
+    let (specialized, any_scales) = find_specialized(problem, facts);
+    let specialized = specialized.unwrap_or(fallback);
     let map = problem.variant.mask.is_some();
     Some(Prefill {
         specialized,
+        any_scales,
         fallback,
         min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
         l2_group: l2_group(problem, facts),
@@ -127,31 +132,80 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
     find_kind(Family::PrefillSm80, kind, problem, facts)
 }
 
-/// The fastest kernel for a cache that is not stored in the type of queries, if there is one beside
-/// the fallback: the Hopper kernel for codes or, with f16 queries, the one for one scale per head.
-fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+/// The fastest kernels for a cache that is not stored in the type of queries, if there are any
+/// beside the fallback: for codes with one scale per head, and for scales of any granularity.
+fn find_specialized_cache(
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> (Option<PrefillKernel>, Option<PrefillKernel>) {
     let element = Element::from_dtype(problem.dtype);
-    let plain = problem.variant.has_unmodified_scores()
-        && problem.variant.has_even_ranges()
-        && problem.key_dtype.is_code()
+    let stored = find_stored(problem, facts);
+    if problem.value_dtype.is_code() && has_wgmma(problem, facts) && problem.key_dtype.is_code() {
+        let hopper = Kind { build: Build::Specialized, cache: Cache::Bytes, element };
+        let kernel = find_kind(Family::PrefillSm90, hopper, problem, facts);
+        if let Some(kernel) = kernel.filter(|kernel| is_plain(problem) && kernel.exact_dims) {
+            return (Some(kernel), stored);
+        }
+    }
+    let takes_head_scales = problem.dtype == DType::F16
+        && is_exact(problem, problem.key_dtype)
         && problem.value_dtype.is_code();
-    let hopper = Kind { build: Build::Specialized, cache: Cache::Bytes, element };
-    (plain && has_wgmma(problem, facts))
-        .then(|| find_kind(Family::PrefillSm90, hopper, problem, facts))
-        .flatten()
-        .filter(|kernel| kernel.exact_dims)
-        .or_else(|| {
-            let any = Kind { build: Build::Fallback, cache: Cache::Any, element };
-            let takes_head_scales = problem.dtype == DType::F16
-                && is_exact(problem, problem.key_dtype)
-                && problem.value_dtype.is_code();
-            takes_head_scales.then(|| find_kind(Family::PrefillSm80, any, problem, facts)).flatten()
-        })
+    let any = Kind { build: Build::Fallback, cache: Cache::Any, element };
+    let in_f16 =
+        || takes_head_scales.then(|| find_kind(Family::PrefillSm80, any, problem, facts)).flatten();
+    (stored.or_else(in_f16), None)
 }
 
-/// The fastest kernel for a problem, if there is one beside the fallback: one of Hopper's with
-/// WGMMA and TMA, or one with `mma.sync` for plain scores.
-fn find_specialized(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+/// Whether prefill is for a problem whose keys and values are in blocks of one kind. Decode has
+/// kernels for them too, faster than prefill's fallback; and where there are few rows, faster than
+/// its kernel for Hopper, because they divide the keys of a tile among CTAs.
+pub(super) fn takes_blocks(problem: &Problem, facts: &CudaFacts) -> bool {
+    let Some(kernel) = find_stored(problem, facts) else { return false };
+    let tiles = |rows_per_token: usize, tile_rows: usize| {
+        let of_tokens = |tokens: usize| tokens.saturating_mul(rows_per_token).div_ceil(tile_rows);
+        match problem.queries {
+            QueryStorage::Batched => of_tokens(problem.query_len).saturating_mul(problem.batch),
+            // Each sequence but the last may end within a tile.
+            QueryStorage::Ragged { total } => of_tokens(total).saturating_add(problem.batch - 1),
+        }
+    };
+    let ctas = facts.multiprocessors;
+    let rounds = tiles(1, kernel.tile_rows).saturating_mul(problem.query_heads).div_ceil(ctas);
+    let decode = tiles(problem.group(), BLOCK_DECODE_ROWS).saturating_mul(problem.kv_heads);
+    // A round of prefill takes four fifths of the time in which decode does a tile per CTA.
+    decode > rounds.saturating_mul(ctas) / 5 * 4
+}
+
+/// Hopper's kernel for keys and values of any formats that are exact in the type of queries but for
+/// their scales. Those of values join them in one rounding, for which f16 has not the range.
+fn find_stored(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let is_taken = |stored: DType| is_exact(problem, stored) || stored.is_block();
+    let takes = problem.dtype == DType::BF16
+        && is_taken(problem.key_dtype)
+        && is_taken(problem.value_dtype)
+        && problem.rotary_dim == 0
+        && is_plain(problem)
+        && has_wgmma(problem, facts);
+    let element = Element::from_dtype(problem.dtype);
+    let stored = Kind { build: Build::Specialized, cache: Cache::Any, element };
+    takes
+        .then(|| find_kind(Family::PrefillSm90, stored, problem, facts))
+        .flatten()
+        .filter(|kernel| kernel.exact_dims)
+}
+
+/// Whether scores are plain, of rows whose ranges of keys move by one key per row.
+fn is_plain(problem: &Problem) -> bool {
+    problem.variant.has_unmodified_scores() && problem.variant.has_even_ranges()
+}
+
+/// The fastest kernels for a problem, if there are any beside the fallback: one of Hopper's with
+/// WGMMA and TMA, or one with `mma.sync` for plain scores; and one for scales that heads do not
+/// share, if that does not take them.
+fn find_specialized(
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> (Option<PrefillKernel>, Option<PrefillKernel>) {
     if !has_elements(problem) {
         return find_specialized_cache(problem, facts);
     }
@@ -166,10 +220,8 @@ fn find_specialized(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKerne
         });
         find_window(problem, facts).or(loops)
     };
-    has_wgmma(problem, facts)
-        .then(wgmma)
-        .flatten()
-        .or_else(|| find_plain(Family::PrefillSm80, problem, facts))
+    let kernel = has_wgmma(problem, facts).then(wgmma).flatten();
+    (kernel.or_else(|| find_plain(Family::PrefillSm80, problem, facts)), None)
 }
 
 /// Whether WGMMA kernels take the problem's types: 16-bit operands, and outputs of their type.
@@ -194,8 +246,7 @@ fn find_window(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
 /// module's exact head dims and outputs of the operands' type. The scores of the one above head
 /// dim 256 are not exact enough for a log-sum-exp.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let plain = problem.variant.has_unmodified_scores()
-        && problem.variant.has_even_ranges()
+    let plain = is_plain(problem)
         && problem.out_dtype == problem.dtype
         && !(family == Family::PrefillSm90Wide && problem.lse);
     find_module(family, Build::Specialized, problem, facts)
@@ -347,12 +398,77 @@ mod tests {
     use crate::machine::{Device, Machine};
     use crate::variant::Window;
 
-    #[test]
-    fn short_windows_have_a_kernel_of_their_own() {
-        let facts = match "h200".parse::<Machine>().unwrap().device {
+    fn h200() -> CudaFacts {
+        match "h200".parse::<Machine>().unwrap().device {
             Device::Cuda(facts) => facts,
             _ => unreachable!("h200 is a GPU"),
+        }
+    }
+
+    #[test]
+    fn caches_of_any_scales_and_formats_have_a_kernel_on_hopper() {
+        let facts = h200();
+        let base = Problem {
+            query_heads: 32,
+            kv_heads: 8,
+            query_len: 2048,
+            kv_len: 2048,
+            ..Problem::new(DType::BF16, 128)
         };
+        let stored = |key_dtype, value_dtype| Problem { key_dtype, value_dtype, ..base.clone() };
+        let module =
+            |problem: &Problem| select(problem, &facts, 0, 0).unwrap().specialized.launch.module;
+        let any = "prefill_bf16_128_128_any_plain_sm90";
+        for [keys, values] in [
+            [DType::Q8_0, DType::Q4_0],
+            [DType::BF16, DType::E4M3],
+            [DType::I8, DType::BF16],
+            [DType::Q4_0, DType::Q4_0],
+        ] {
+            assert_eq!(module(&stored(keys, values)), any);
+        }
+        // Codes alone: a kernel for one scale per head, and this one for other scales.
+        let codes = select(&stored(DType::I8, DType::E4M3), &facts, 0, 0).unwrap();
+        assert_eq!(codes.specialized.launch.module, "prefill_bf16_128_128_bytes_plain_sm90");
+        assert_eq!(codes.any_scales.unwrap().launch.module, any);
+        // Problems that it does not take.
+        assert_ne!(module(&stored(DType::F16, DType::Q8_0)), any, "f16 is not exact in bf16");
+        assert_ne!(
+            module(&Problem {
+                dtype: DType::F16,
+                out_dtype: DType::F16,
+                ..stored(DType::Q8_0, DType::Q8_0)
+            }),
+            any
+        );
+        let mut capped = stored(DType::Q8_0, DType::Q8_0);
+        capped.variant.softcap = true;
+        assert_ne!(module(&capped), any);
+    }
+
+    #[test]
+    fn blocks_of_one_kind_go_to_prefill_where_there_are_many_rows() {
+        let facts = h200();
+        let takes = |batch, query_len| {
+            let problem = Problem {
+                batch,
+                query_heads: 32,
+                kv_heads: 8,
+                query_len,
+                kv_len: 8192,
+                key_dtype: DType::Q8_0,
+                value_dtype: DType::Q8_0,
+                ..Problem::new(DType::BF16, 128)
+            };
+            takes_blocks(&problem, &facts)
+        };
+        assert!(!takes(1, 17) && !takes(1, 64) && takes(1, 128) && takes(1, 2048));
+        assert!(!takes(8, 17) && takes(8, 32) && takes(8, 512));
+    }
+
+    #[test]
+    fn short_windows_have_a_kernel_of_their_own() {
+        let facts = h200();
         let base = Problem {
             query_heads: 8,
             query_len: 2048,

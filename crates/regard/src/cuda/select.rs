@@ -80,8 +80,7 @@ fn select_flat(
         return select_decode_only(&rows, facts, machine);
     }
     let division = match cache_of(problem) {
-        // Decode multiplies blocks of one kind in f16, faster than prefill does in f32.
-        Cache::Q8_0 | Cache::Q4_0 => Division::Decode,
+        Cache::Q8_0 | Cache::Q4_0 if !prefill::takes_blocks(problem, facts) => Division::Decode,
         _ => prefill::division(problem),
     };
     match division {

@@ -61,6 +61,52 @@ impl Described {
         described.is_legal().then_some(described)
     }
 
+    /// A tensor of any type as bytes, in boxes of the rows of one head of `box_tokens` tokens. The
+    /// rows of all heads of a token are one row, so that heads need not start at multiples of 16
+    /// bytes, which TMA wants of a box: it begins up to 15 bytes before. `None` if TMA cannot read
+    /// it, or if its elements could not be read from there: the address and the strides of tokens
+    /// and sequences must be multiples of 16 bytes, and those of heads too, or of 4 if elements are
+    /// blocks.
+    pub fn from_rows(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
+        let size = dims.dtype().size() as u64;
+        let (shape, strides) = (dims.shape(), dims.strides());
+        let [tokens, heads, elements] = *shape.last_chunk::<3>()?;
+        let [token_stride, head_stride, _] = *strides.last_chunk::<3>()?;
+        let (sequences, sequence_stride) = match shape.len() {
+            4 => (shape[0], strides[0]),
+            _ => (1, 0),
+        };
+        let bytes = |stride: i64| u64::try_from(stride).ok()?.checked_mul(size);
+        let row = elements as u64 * size;
+        let to_last_head = match heads {
+            1 => 0,
+            _ => bytes(head_stride)?.checked_mul(heads as u64 - 1)?,
+        };
+        let all_heads = to_last_head.checked_add(row)?;
+        // One token has any stride, and one sequence; no head is counted by its stride.
+        let unused = all_heads.next_multiple_of(16);
+        let head_alignment = if heads == 1 { 16 } else { alignment(bytes(head_stride)?) };
+        if head_alignment < if dims.dtype().is_block() { 4 } else { 16 } {
+            return None;
+        }
+        let stride = |count: usize, stride: i64| match count {
+            1 => Some(unused),
+            _ => bytes(stride),
+        };
+        let described = Described {
+            address,
+            dims: [all_heads, 1, tokens as u64, sequences as u64],
+            strides: [unused, stride(tokens, token_stride)?, stride(sequences, sequence_stride)?],
+            box_dims: [
+                u32::try_from((row + 16 - head_alignment).next_multiple_of(16)).ok()?,
+                1,
+                u32::try_from(box_tokens).ok()?,
+                1,
+            ],
+        };
+        (all_heads <= i32::MAX as u64 && described.is_legal()).then_some(described)
+    }
+
     /// The same without the first `count` elements of each row, of two bytes each. `None` if TMA
     /// cannot read the others.
     pub fn without_first(self, count: usize) -> Option<Described> {
@@ -88,6 +134,11 @@ impl Described {
     }
 }
 
+/// The largest power of two up to 16 that divides `bytes`.
+fn alignment(bytes: u64) -> u64 {
+    1 << bytes.trailing_zeros().min(4)
+}
+
 /// Keys per box of keys and values: `max_keys`, or for paged keys its greatest common divisor with
 /// the page size; `None` if that is not a multiple of eight, because eight rows are swizzled
 /// together.
@@ -108,6 +159,29 @@ mod tests {
 
     fn described(shape: &[usize], strides: &[i64]) -> Option<Described> {
         Described::from_dims(4096, &raw_dims(DType::BF16, shape, Some(strides)).unwrap(), 64)
+    }
+
+    #[test]
+    fn rows_of_blocks_as_bytes() {
+        let rows = |dtype, shape: &[usize], strides: &[i64]| {
+            Described::from_rows(4096, &raw_dims(dtype, shape, Some(strides)).unwrap(), 64)
+        };
+        // Pages of 64 slots, 8 heads of four blocks of 34 bytes: heads start at multiples of 8
+        // bytes, so a box begins up to 8 bytes before a row.
+        let found = rows(DType::Q8_0, &[5, 64, 8, 4], &[2048, 32, 4, 1]).unwrap();
+        assert_eq!(found.dims, [8 * 136, 1, 64, 5]);
+        assert_eq!(found.strides, [1088, 1088, 64 * 1088]);
+        assert_eq!(found.box_dims, [144, 1, 64, 1]);
+        // Heads of two blocks: multiples of 4 bytes.
+        let found = rows(DType::Q8_0, &[5, 64, 8, 2], &[1024, 16, 2, 1]).unwrap();
+        assert_eq!(found.box_dims, [80, 1, 64, 1]);
+        // Codes: heads must start at multiples of 16 bytes.
+        let found = rows(DType::I8, &[5, 64, 8, 128], &[65536, 1024, 128, 1]).unwrap();
+        assert_eq!((found.dims[0], found.box_dims[0]), (1024, 128));
+        assert_eq!(rows(DType::I8, &[5, 64, 8, 128], &[69632, 1088, 136, 1]), None);
+        // Head-major pages: a token's row of one head is not a multiple of 16 bytes.
+        assert_eq!(rows(DType::Q8_0, &[5, 64, 8, 4], &[2048, 4, 256, 1]), None);
+        assert!(rows(DType::I8, &[5, 64, 8, 128], &[65536, 128, 8192, 1]).is_some());
     }
 
     #[test]

@@ -35,9 +35,9 @@ impl PrefillConfig {
         }
     }
 
-    /// Warpgroups that convert codes to 16-bit tiles.
+    /// Warpgroups that convert keys and values to 16-bit tiles.
     const fn converters(&self) -> usize {
-        if self.cache.has_codes() { 1 } else { 0 }
+        if matches!(self.cache, Cache::Elements) { 0 } else { 1 }
     }
 
     /// CTAs that a multiprocessor has room for, by registers.
@@ -134,9 +134,14 @@ impl PrefillConfig {
         let header = 1024;
         let queries = query_slots * self.tile_rows * key_row;
         let pipelines = stages * self.tile_keys * (key_row + value_row);
-        let codes =
-            self.converters() * self.tile_keys * (self.operands.head_dim + self.operands.value_dim);
-        let unstaged = header + queries + pipelines + codes;
+        let (dims, blocks) =
+            (self.operands.head_dim + self.operands.value_dim, self.operands.head_dim / 32);
+        // Codes of a K tile; or rows of two as they are stored, notes of them, and scales of keys.
+        let stored = match self.cache {
+            Cache::Any => self.tile_keys * (2 * (2 * dims + 2 * 16 + 2 * 16) + stages * blocks * 4),
+            _ => self.tile_keys * self.converters() * dims,
+        };
+        let unstaged = (header + queries + pipelines + stored).next_multiple_of(1024);
         let staged = unstaged + self.tile_rows * value_row;
         if staged <= HOPPER_SHARED_BYTES { staged } else { unstaged }
     }

@@ -130,11 +130,11 @@ impl Rows {
     const fn prefill_cache(
         &self,
         cache: Cache,
+        build: Build,
         dims: usize,
         tile: Tile,
         loops: Mainloop,
     ) -> Module {
-        let build = if matches!(cache, Cache::Any) { Fallback } else { Specialized };
         let module = self.prefill(dims, dims, build, tile, loops);
         let Config::Prefill(config) = module.config else { panic!("a prefill module") };
         Module::new(Config::Prefill(PrefillConfig { cache, ..config }), module.architecture)
@@ -360,9 +360,18 @@ impl Rows {
     const fn prefill_bytes(&self) -> [Module; 3] {
         let (bytes, mainloop) = (Cache::Bytes, sm90(KeyRange::Any));
         [
-            self.prefill_cache(bytes, 64, tile(128, 128), mainloop),
-            self.prefill_cache(bytes, 128, tile(128, 128), mainloop),
-            self.prefill_cache(bytes, 256, tile(128, 64), mainloop),
+            self.prefill_cache(bytes, Specialized, 64, tile(128, 128), mainloop),
+            self.prefill_cache(bytes, Specialized, 128, tile(128, 128), mainloop),
+            self.prefill_cache(bytes, Specialized, 256, tile(128, 64), mainloop),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for caches in any format, on Hopper: plain scores.
+    const fn prefill_stored(&self) -> [Module; 2] {
+        let (any, mainloop) = (Cache::Any, sm90(KeyRange::Any));
+        [
+            self.prefill_cache(any, Specialized, 64, tile(128, 64), mainloop),
+            self.prefill_cache(any, Specialized, 128, tile(128, 64), mainloop),
         ]
     }
 
@@ -370,10 +379,10 @@ impl Rows {
     const fn prefill_any(&self) -> [Module; 4] {
         let any = Cache::Any;
         [
-            self.prefill_cache(any, 64, tile(128, 64), sm80(32, 1, 4, 2)),
-            self.prefill_cache(any, 128, tile(128, 64), sm80(32, 1, 2, 2)),
-            self.prefill_cache(any, 256, tile(64, 32), sm80(32, 2, 2, 2)),
-            self.prefill_cache(any, 576, tile(64, 16), sm80(16, 2, 1, 1)),
+            self.prefill_cache(any, Fallback, 64, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefill_cache(any, Fallback, 128, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill_cache(any, Fallback, 256, tile(64, 32), sm80(32, 2, 2, 2)),
+            self.prefill_cache(any, Fallback, 576, tile(64, 16), sm80(16, 2, 1, 1)),
         ]
     }
 
@@ -382,9 +391,9 @@ impl Rows {
     const fn prefill_any_f32(&self) -> [Module; 3] {
         let any = Cache::Any;
         [
-            self.prefill_cache(any, 128, tile(64, 32), sm80(16, 1, 2, 2)),
-            self.prefill_cache(any, 256, tile(32, 32), sm80(16, 2, 2, 2)),
-            self.prefill_cache(any, 576, tile(16, 16), sm80(16, 2, 1, 3)),
+            self.prefill_cache(any, Fallback, 128, tile(64, 32), sm80(16, 1, 2, 2)),
+            self.prefill_cache(any, Fallback, 256, tile(32, 32), sm80(16, 2, 2, 2)),
+            self.prefill_cache(any, Fallback, 576, tile(16, 16), sm80(16, 2, 1, 3)),
         ]
     }
 
@@ -483,7 +492,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 33] = [
+const LISTS: [List; 34] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -515,6 +524,7 @@ const LISTS: [List; 33] = [
     eight_bit(&F32.decode_any_lists()),
     eight_bit(&F16.prefill_bytes()),
     eight_bit(&BF16.prefill_bytes()),
+    eight_bit(&BF16.prefill_stored()),
     eight_bit(&F16.prefill_any()),
     eight_bit(&BF16.prefill_any()),
     eight_bit(&F32.prefill_any_f32()),

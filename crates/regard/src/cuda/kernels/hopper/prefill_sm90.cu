@@ -9,12 +9,14 @@
 // warp scheduler barriers give ping-pong scheduling: one warpgroup's exponentials run while the other's wgmmas do.
 //
 // Files: prefill_sm90_shape.cuh has the shapes and shared memory, prefill_sm90_loader.cuh the producer warps,
-// prefill_softmax.cuh what happens to scores, skeleton.cuh the scheduler warp and the consumers' mainloop.
+// prefill_softmax.cuh what happens to scores, skeleton.cuh the scheduler warp and the consumers' mainloop. Caches in
+// another type than the queries': code_converter.cuh and stored_converter.cuh.
 //
 // The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 // The scale is positive, because maxima are taken before it is applied.
 #include "hopper/prefill_sm90_loader.cuh"
 #include "hopper/prefill_softmax.cuh"
+#include "hopper/stored_converter.cuh"
 #include "hopper/wgmma.cuh"
 
 // A consumer warpgroup.
@@ -57,8 +59,59 @@ struct Consumer : SoftmaxWarpgroup {
         hopper::wgmma_commit();
     }
 
+    // Q K^T over a block of head dims.
+    __device__ __forceinline__ void mma_block(float (&sum)[KEYS / 2], int block) {
+        SharedTile<64> queries = {base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES};
+        SharedTile<KEYS> keys = {base + KEY_OFFSET + key.index * KEY_BYTES};
+        warpgroup_fence_operand(sum);
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK / 16; step++) {
+            int at = block * (BLOCK / 16) + step;
+            Wgmma<KEYS>::mma_ss(sum, queries.k_major(at), keys.k_major(at), step > 0);
+        }
+        hopper::wgmma_commit();
+    }
+
+    // Adds the sums of a block of head dims to scores, times the scale that each key has there.
+    __device__ __forceinline__ void add_block(const float (&sum)[KEYS / 2], int block) {
+        const float *scales = (const float *)(dynamic_shared + SCALES_OFFSET) + (key.index * BLOCKS + block) * KEYS;
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++) {
+            const float4 &four = *(const float4 *)(scales + scale_place(j / 2 * 16 + 2 * (lane % 4)));
+            float pair[2] = {j % 2 ? four.z : four.x, j % 2 ? four.w : four.y};
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float product = sum[4 * j + e] * pair[e % 2];
+                scores[j][e] = block == 0 ? product : scores[j][e] + product;
+            }
+        }
+    }
+
+    // Adds up Q K^T of a K tile block by block of head dims, because keys have a scale for each: two products are under
+    // way at a time.
+    __device__ __forceinline__ void mma_blocks() {
+        static_assert(BLOCKS >= 2, "two are begun at once");
+        float sums[2][KEYS / 2];
+        mma_block(sums[0], 0);
+        mma_block(sums[1], 1);
+        warp_scheduler_barrier_arrive();
+        add_blocks<0>(sums);
+    }
+
+    template <int FIRST> __device__ __forceinline__ void add_blocks(float (&sums)[2][KEYS / 2]) {
+        if constexpr (FIRST < BLOCKS) {
+            float (&sum)[KEYS / 2] = sums[FIRST % 2];
+            hopper::wgmma_wait<FIRST + 1 < BLOCKS>();
+            warpgroup_fence_operand(sum);
+            add_block(sum, FIRST);
+            if constexpr (FIRST + 2 < BLOCKS) mma_block(sum, FIRST + 2);
+            add_blocks<FIRST + 1>(sums);
+        }
+    }
+
     template <int DIM> __device__ __forceinline__ void mma_pv_step(SharedTile<KEYS> values, int step) {
-        if constexpr (HAS_CODES && DIM > 128) {
+        if constexpr (CONVERTERS && DIM > 128) {
             // ptxas wants the operands of an instruction to fit into the registers that 512 threads start with.
             constexpr int HALF = DIM / 2;
             SharedTile<KEYS> upper = {values.address + HALF / 64 * KEYS * 128};
@@ -76,6 +129,13 @@ struct Consumer : SoftmaxWarpgroup {
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) mma_pv_step<VALUE_DIM>(values, step);
         hopper::wgmma_commit();
+    }
+
+    // P V of a K tile, when its values are there.
+    __device__ __forceinline__ void begin_values(int first_key) {
+        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
+        zero_invisible_values(first_key, current_tile());
+        mma_pv();
     }
 
     template <int PENDING> __device__ __forceinline__ void wait_scores() {
@@ -107,6 +167,7 @@ struct Consumer : SoftmaxWarpgroup {
     }
 
     __device__ __forceinline__ void zero_invisible_values(int first_key, const PrefillTile &tile) const {
+        if constexpr (IS_STORED) return; // the converter makes them zeros
         ::zero_invisible_values<KEYS>(tile, first_key, base + VALUE_OFFSET + value.index * VALUE_BYTES,
                                       KEYS * VALUE_CHUNKS * 128, WARPGROUP_BARRIER + warpgroup);
     }
@@ -124,9 +185,13 @@ struct Consumer : SoftmaxWarpgroup {
         hopper::mbarrier_wait(shared_address(&shared.key_full[key.index]), key.phase);
         int flags = shared.stage_flags[key.index];
         warp_scheduler_barrier_sync();
-        mma_qk();
-        warp_scheduler_barrier_arrive();
-        wait_scores<0>();
+        if constexpr (IS_STORED) {
+            mma_blocks();
+        } else {
+            mma_qk();
+            warp_scheduler_barrier_arrive();
+            wait_scores<0>();
+        }
         return flags;
     }
 
@@ -134,9 +199,7 @@ struct Consumer : SoftmaxWarpgroup {
     __device__ __forceinline__ void finish_tile(int first_key) {
         release(shared.query_empty[query.index][warpgroup]);
         query.advance();
-        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-        zero_invisible_values(first_key, current_tile());
-        mma_pv();
+        begin_values(first_key);
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(out);
         release_values();
@@ -148,12 +211,16 @@ struct Consumer : SoftmaxWarpgroup {
         hopper::mbarrier_wait(shared_address(&shared.key_full[key.index]), key.phase);
         int flags = shared.stage_flags[key.index];
         warp_scheduler_barrier_sync();
-        mma_qk();
-        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-        zero_invisible_values(first_key, current_tile());
-        mma_pv();
-        warp_scheduler_barrier_arrive();
-        wait_scores<1>();
+        if constexpr (IS_STORED) {
+            // In this order scores and probabilities are never in registers together.
+            begin_values(first_key);
+            mma_blocks();
+        } else {
+            mma_qk();
+            begin_values(first_key);
+            warp_scheduler_barrier_arrive();
+            wait_scores<1>();
+        }
         return flags;
     }
 
@@ -231,16 +298,17 @@ static __device__ __forceinline__ void init_mbarriers(Shared &shared) {
             mbarrier_init(shared.query_empty[i][w], 4);
         }
     for (int i = 0; i < STAGES; i++) {
-        mbarrier_init(shared.key_full[i], HAS_CODES ? 4 : 1);
+        mbarrier_init(shared.key_full[i], CONVERTERS ? 4 : 1);
         mbarrier_init(shared.key_empty[i], 4 * CONSUMERS);
-        mbarrier_init(shared.value_full[i], HAS_CODES ? 4 : 1);
+        mbarrier_init(shared.value_full[i], CONVERTERS ? 4 : 1);
         mbarrier_init(shared.value_empty[i], 4 * CONSUMERS);
     }
     if constexpr (HAS_CODES) {
         shared.key_codes.init();
         shared.value_codes.init();
     }
-    shared.queue.init(4 * (CONSUMERS + CONVERTERS) + 3);
+    if constexpr (IS_STORED) shared.stored.init();
+    shared.queue.init(4 * (CONSUMERS + HAS_CODES) + 3);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -262,8 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::fence_mbarrier_init();
         if (FALLBACK && params.softcap != 0.0f) shared.cap = softcap_polynomial(params);
         hopper::prefetch_tensor_map(maps.query);
-        hopper::prefetch_tensor_map(maps.key);
-        hopper::prefetch_tensor_map(maps.value);
+        if (!IS_STORED || prefill.box_keys > 0) {
+            hopper::prefetch_tensor_map(maps.key);
+            hopper::prefetch_tensor_map(maps.value);
+        }
         hopper::prefetch_tensor_map(maps.out);
     }
     __syncthreads();
@@ -273,9 +343,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         unsigned base = shared_address(dynamic_shared);
         if (warp == 0) {
+#if CACHE == 4 // Any
+            StoredProducer<true>{params, prefill, cache, maps.key, shared, base, lane}.run();
+#else
             Producer<true>{params, prefill, maps.key, shared, base, lane}.run();
+#endif
         } else if (warp == 1) {
+#if CACHE == 4
+            StoredProducer<false>{params, prefill, cache, maps.value, shared, base, lane}.run();
+#else
             Producer<false>{params, prefill, maps.value, shared, base, lane}.run();
+#endif
         } else if (warp == 2) {
             fetch_queries(params, maps.query, shared, base, lane);
         } else {
@@ -286,7 +364,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CACHE
     } else if (threadIdx.x < 256) {
         hopper::setmaxnreg_dec<CONVERTER_REGISTERS>();
-        Converter{cache, shared, shared_address(dynamic_shared), (int)threadIdx.x - 128}.run();
+        int thread = (int)threadIdx.x - 128;
+#if CACHE == 4
+        StoredConverter{params, cache, shared, shared_address(dynamic_shared), thread}.run(prefill.box_keys > 0);
+#else
+        Converter{cache, shared, shared_address(dynamic_shared), thread}.run();
+#endif
 #endif
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -4,6 +4,17 @@
 #include "common/paging.cuh"
 #include "hopper/prefill_sm90_shape.cuh"
 
+// With paged KV, each lane loads one TMA box: the place of its first key; token -1 if there is nothing to load. Boxes
+// without visible keys are skipped: their page-table entries may be invalid.
+static __device__ __forceinline__ KeyPlace find_box(const AttentionParameters &params, const PrefillParameters &prefill,
+                                                    const PrefillTile &tile, int key_tile, int lane) {
+    KeyPlace box = {0, -1};
+    int within = lane * prefill.box_keys, key = key_tile * KEYS + within;
+    if (params.block_size && within < KEYS && key + prefill.box_keys > tile.seq_start && key < tile.seq_end)
+        find_paged_place(params, tile, key, box);
+    return box;
+}
+
 // The TMA producer warp of keys, or of values.
 template <bool IS_KEYS> struct Producer {
     // A TMA box has 64 dims of 16 bits, or a whole row of codes, of the keys of a K tile or of a part of a page.
@@ -21,14 +32,8 @@ template <bool IS_KEYS> struct Producer {
     unsigned base; // of shared memory
     int lane;
 
-    // With paged KV, each lane loads one TMA box: the place of its first key; token -1 if there is nothing to load.
-    // Boxes without visible keys are skipped: their page-table entries may be invalid.
     __device__ __forceinline__ KeyPlace find_box(const PrefillTile &tile, int key_tile) const {
-        KeyPlace box = {0, -1};
-        int within = lane * prefill.box_keys, key = key_tile * KEYS + within;
-        if (params.block_size && within < KEYS && key + prefill.box_keys > tile.seq_start && key < tile.seq_end)
-            find_paged_place(params, tile, key, box);
-        return box;
+        return ::find_box(params, prefill, tile, key_tile, lane);
     }
 
     // Starts the TMA loads of a K tile.
@@ -94,7 +99,7 @@ template <bool IS_KEYS> struct Producer {
     }
 };
 
-#if CACHE // Bytes: see HAS_CODES
+#if CACHE == 1 // Bytes: see HAS_CODES
 // A warp of the converter warpgroup: alternates between the keys and the values of each K tile.
 struct Converter {
     const CacheParameters &cache;

@@ -2,22 +2,8 @@
 // which convert on the way. 8-bit codes come without their scales, blocks and floats as the tile's elements.
 #pragma once
 #include "common/formats.cuh"
+#include "common/stored_format.cuh"
 #include "prefill/prefill_shape.cuh"
-
-static __device__ __forceinline__ bool has_scales(CacheFormat format) {
-    return format == CacheFormat::E4M3 || format == CacheFormat::E5M2 || format == CacheFormat::I8;
-}
-
-static __device__ __forceinline__ bool has_blocks(CacheFormat format) {
-    return format == CacheFormat::Q8_0 || format == CacheFormat::Q4_0;
-}
-
-// Bytes per element or block in memory.
-static __device__ __forceinline__ int stored_bytes(CacheFormat format) {
-    if (format == CacheFormat::F32) return 4;
-    if (format == CacheFormat::F16 || format == CacheFormat::BF16) return 2;
-    return format == CacheFormat::Q8_0 ? 34 : format == CacheFormat::Q4_0 ? 18 : 1;
-}
 
 template <class T> static __device__ __forceinline__ T load_global(unsigned long long address) {
     return *(const T *)address;
