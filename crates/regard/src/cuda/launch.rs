@@ -474,9 +474,8 @@ fn maps(
     let (key, value) = match (kernel.cache, keys) {
         (Cache::Any, None) => (None, None),
         (Cache::Any, Some(keys)) => {
-            let described = [k, v].map(|rows| Described::from_rows(rows.address(), rows, keys));
-            let all = described.iter().all(Option::is_some);
-            described.map(|map| map.filter(|_| all)).into()
+            let rows = |tensor: &Tensor<_>| Described::from_rows(tensor.address(), tensor, keys);
+            rows(k).zip(rows(v)).unzip()
         }
         (_, keys) => (Some(describe(k, keys?)?), Some(describe(v, keys?)?)),
     };

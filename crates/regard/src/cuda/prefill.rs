@@ -166,7 +166,9 @@ pub(super) fn takes_blocks(problem: &Problem, facts: &CudaFacts) -> bool {
         match problem.queries {
             QueryStorage::Batched => of_tokens(problem.query_len).saturating_mul(problem.batch),
             // Each sequence but the last may end within a tile.
-            QueryStorage::Ragged { total } => of_tokens(total).saturating_add(problem.batch - 1),
+            QueryStorage::Ragged { total } => {
+                of_tokens(total).saturating_add(problem.batch.saturating_sub(1))
+            }
         }
     };
     let ctas = facts.multiprocessors;
@@ -464,6 +466,7 @@ mod tests {
         };
         assert!(!takes(1, 17) && !takes(1, 64) && takes(1, 128) && takes(1, 2048));
         assert!(!takes(8, 17) && takes(8, 32) && takes(8, 512));
+        assert!(!takes(0, 512) && !takes(1, 0));
     }
 
     #[test]
