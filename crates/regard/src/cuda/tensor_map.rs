@@ -29,13 +29,15 @@ pub(super) const QUERY_BOX: usize = 64;
 const MAX_STRIDE: u64 = 1 << 40;
 const MAX_DIM: u64 = 1 << 32;
 
-impl Described {
-    /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without
-    /// the first, in boxes of `box_tokens` tokens. `None` if TMA cannot read it: it needs addresses
-    /// and strides that are multiples of 16 bytes, strides of 16 to 2^40 bytes, and a tensor that
-    /// is not empty.
-    pub fn from_dims(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
-        let size = dims.dtype().size() as u64;
+/// The four dimensions of a tensor, innermost first, and the strides of the outer three.
+struct Axes {
+    extents: [u64; 4],
+    strides: [i64; 3],
+}
+
+impl Axes {
+    /// `None` for a tensor of fewer dimensions than `[tokens, heads, elements]`.
+    fn new(dims: &Dims) -> Option<Axes> {
         let (shape, strides) = (dims.shape(), dims.strides());
         let [tokens, heads, elements] = *shape.last_chunk::<3>()?;
         let [token_stride, head_stride, _] = *strides.last_chunk::<3>()?;
@@ -43,18 +45,33 @@ impl Described {
             4 => (shape[0], strides[0]),
             _ => (1, 0),
         };
+        Some(Axes {
+            extents: [elements, heads, tokens, sequences].map(|n| n as u64),
+            strides: [head_stride, token_stride, sequence_stride],
+        })
+    }
+}
+
+impl Described {
+    /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without
+    /// the first, in boxes of `box_tokens` tokens. `None` if TMA cannot read it: it needs addresses
+    /// and strides that are multiples of 16 bytes, strides of 16 to 2^40 bytes, and a tensor that
+    /// is not empty.
+    pub fn from_dims(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
+        let size = dims.dtype().size() as u64;
+        let Axes { extents: [elements, heads, tokens, sequences], strides } = Axes::new(dims)?;
         // Rows of one element have any stride; that of a head then counts.
-        let stride = |count: usize, stride: i64| match count {
-            1 => Some((elements as u64 * size).next_multiple_of(16)),
+        let stride = |count: u64, stride: i64| match count {
+            1 => Some((elements * size).next_multiple_of(16)),
             _ => u64::try_from(stride).ok()?.checked_mul(size),
         };
         let described = Described {
             address,
-            dims: [elements as u64, heads as u64, tokens as u64, sequences as u64],
+            dims: [elements, heads, tokens, sequences],
             strides: [
-                stride(heads, head_stride)?,
-                stride(tokens, token_stride)?,
-                stride(sequences, sequence_stride)?,
+                stride(heads, strides[0])?,
+                stride(tokens, strides[1])?,
+                stride(sequences, strides[2])?,
             ],
             box_dims: [BOX_ELEMENTS, 1, u32::try_from(box_tokens).ok()?, 1],
         };
@@ -69,40 +86,30 @@ impl Described {
     /// blocks.
     pub fn from_rows(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
         let size = dims.dtype().size() as u64;
-        let (shape, strides) = (dims.shape(), dims.strides());
-        let [tokens, heads, elements] = *shape.last_chunk::<3>()?;
-        let [token_stride, head_stride, _] = *strides.last_chunk::<3>()?;
-        let (sequences, sequence_stride) = match shape.len() {
-            4 => (shape[0], strides[0]),
-            _ => (1, 0),
-        };
+        let Axes { extents: [elements, heads, tokens, sequences], strides } = Axes::new(dims)?;
         let bytes = |stride: i64| u64::try_from(stride).ok()?.checked_mul(size);
-        let row = elements as u64 * size;
-        let to_last_head = match heads {
-            1 => 0,
-            _ => bytes(head_stride)?.checked_mul(heads as u64 - 1)?,
+        let row = elements * size;
+        let (to_last_head, head_alignment) = match heads {
+            1 => (0, 16),
+            _ => {
+                let stride = bytes(strides[0]).filter(|&stride| stride > 0)?;
+                (stride.checked_mul(heads.checked_sub(1)?)?, alignment(stride))
+            }
         };
-        let all_heads = to_last_head.checked_add(row)?;
-        // One token has any stride, and one sequence; no head is counted by its stride.
-        let unused = all_heads.next_multiple_of(16);
-        let head_alignment = if heads == 1 { 16 } else { alignment(bytes(head_stride)?) };
         if head_alignment < if dims.dtype().is_block() { 4 } else { 16 } {
             return None;
         }
-        let stride = |count: usize, stride: i64| match count {
-            1 => Some(unused),
-            _ => bytes(stride),
-        };
+        let all_heads = to_last_head.checked_add(row)?;
+        // The stride of one token, or of one sequence, does not count; nor that of heads, of which
+        // TMA sees one.
+        let any = all_heads.next_multiple_of(16);
+        let stride = |count: u64, stride: i64| if count == 1 { Some(any) } else { bytes(stride) };
+        let box_row = (row + 16 - head_alignment).next_multiple_of(16);
         let described = Described {
             address,
-            dims: [all_heads, 1, tokens as u64, sequences as u64],
-            strides: [unused, stride(tokens, token_stride)?, stride(sequences, sequence_stride)?],
-            box_dims: [
-                u32::try_from((row + 16 - head_alignment).next_multiple_of(16)).ok()?,
-                1,
-                u32::try_from(box_tokens).ok()?,
-                1,
-            ],
+            dims: [all_heads, 1, tokens, sequences],
+            strides: [any, stride(tokens, strides[1])?, stride(sequences, strides[2])?],
+            box_dims: [u32::try_from(box_row).ok()?, 1, u32::try_from(box_tokens).ok()?, 1],
         };
         (all_heads <= i32::MAX as u64 && described.is_legal()).then_some(described)
     }
@@ -179,6 +186,8 @@ mod tests {
         let found = rows(DType::I8, &[5, 64, 8, 128], &[65536, 1024, 128, 1]).unwrap();
         assert_eq!((found.dims[0], found.box_dims[0]), (1024, 128));
         assert_eq!(rows(DType::I8, &[5, 64, 8, 128], &[69632, 1088, 136, 1]), None);
+        // Heads that share rows: to the kernel a stride of 0 is no alignment.
+        assert_eq!(rows(DType::Q8_0, &[5, 64, 8, 4], &[2048, 32, 0, 1]), None);
         // Head-major pages: a token's row of one head is not a multiple of 16 bytes.
         assert_eq!(rows(DType::Q8_0, &[5, 64, 8, 4], &[2048, 4, 256, 1]), None);
         assert!(rows(DType::I8, &[5, 64, 8, 128], &[65536, 128, 8192, 1]).is_some());
