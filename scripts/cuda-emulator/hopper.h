@@ -61,30 +61,36 @@ struct Map {
     int type;
 };
 static inline unsigned swz(unsigned a) { return a ^ (a >> 3 & 0x70); }
+// Rows of bytes, as they are; else of 16-bit elements, swizzled.
+static inline bool has_bytes(const Map &m) { return m.type == 0; }
 static inline unsigned char *place(const Map &m, int x, int y, int z, int w) {
     if (x < 0 || y < 0 || z < 0 || w < 0 || (uint64_t)x >= m.dims[0] || (uint64_t)y >= m.dims[1] || (uint64_t)z >= m.dims[2] ||
         (uint64_t)w >= m.dims[3])
         return nullptr;
-    return (unsigned char *)m.address + 2 * (uint64_t)x + y * m.strides[0] + z * m.strides[1] + w * m.strides[2];
+    return (unsigned char *)m.address + (has_bytes(m) ? 1 : 2) * (uint64_t)x + y * m.strides[0] + z * m.strides[1] + w * m.strides[2];
 }
 // To the same place of all blocks of the cluster that have a bit in `to_blocks`.
 static inline void tma_load_multicast(unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, const TmaCoordinates &at) {
     const Map &m = *(const Map *)&map;
+    const bool bytes = has_bytes(m);
+    const unsigned columns = bytes ? m.box[0] : 64, size = bytes ? 1 : 2, row = columns * size;
     if (to % 1024)
         if ((to % 128) || m.box[2] % 8) abort();
+    if (at.dim * size % 16) abort();
     for (unsigned r = 0; r < m.box[2]; r++)
-        for (int i = 0; i < 64; i++) {
+        for (unsigned i = 0; i < columns; i++) {
             unsigned short v = 0;
             unsigned char *from = place(m, at.dim + i, at.head, at.token + r, at.batch);
-            if (from) memcpy(&v, from, 2);
-            unsigned offset = (unsigned char *)emu_at(swz(to + r * 128 + 2 * i), 2) - emu_shared;
+            if (from) memcpy(&v, from, size);
+            unsigned there = to + r * row + size * i;
+            unsigned offset = (unsigned char *)emu_at(bytes ? there : swz(there), size) - emu_shared;
             for (int b = 0; b < CLUSTER_SIZE; b++)
-                if (to_blocks >> b & 1) memcpy(blocks[b].shared + offset, &v, 2);
+                if (to_blocks >> b & 1) memcpy(blocks[b].shared + offset, &v, size);
         }
     for (int b = 0; b < CLUSTER_SIZE; b++) {
         if (!(to_blocks >> b & 1)) continue;
         MB &there = mb(barrier, blocks[b]);
-        there.tx -= 128 * m.box[2];
+        there.tx -= row * m.box[2];
         settle(there);
     }
 }

@@ -76,6 +76,7 @@ ASSEMBLY = [
     ("ld.shared.v2.u32", load("shared", "unsigned", 2)),
     ("ld.shared.u32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
     ("st.shared.v2.f32", store("shared", "float", 2)),
+    ("st.shared.b64", lambda o, i: f"*(unsigned long long *)emu_at({i[0]}, 8) = {i[1]};"),
     ("st.shared.u32", lambda o, i: f"*(unsigned *)emu_at({i[0]}, 4) = {i[1]};"),
     ("cvt.rna.tf32", lambda o, i: f"{o[0]} = (__float_as_uint({i[0]}) + 0x1000u) & 0xffffe000u;"),
     ("ld.global.nc.v4", load("global", "unsigned", 4)),

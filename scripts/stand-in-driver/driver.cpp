@@ -164,7 +164,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
         bool sound = expect_sound(launch.attention, launch.prefill);
         if (sound && launch.function->by_maps) {
             launch.maps = *(const TensorMaps *)arguments[2];
-            sound = expect_maps(launch.attention, launch.prefill, launch.maps, launch.cache);
+            sound = expect_maps(launch.attention, launch.prefill, launch.maps, launch.cache, launch.function->has_any);
         }
         if (!sound) return 1;
     }

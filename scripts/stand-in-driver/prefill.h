@@ -28,8 +28,8 @@ inline int encode(void *map, int type, unsigned rank, unsigned long long address
         legal = strides[i] % 16 == 0 && strides[i] < 1ull << 40;
         encoded.strides[i] = strides[i];
     }
-    // A box has whole rows of codes, or a line of each row of elements.
-    if (!legal || box[0] != (codes ? dims[0] : 64)) return 1;
+    // A box has whole rows of bytes, or a line of each row of elements.
+    if (!legal || (codes ? box[0] % 16 != 0 : box[0] != 64)) return 1;
     std::memcpy(map, &encoded, sizeof(encoded));
     return 0;
 }
@@ -51,20 +51,44 @@ inline bool is_map_of(const TensorMap &map, CacheFormat format, unsigned long lo
     return expect(same && found.type == (codes ? 0 : format == CacheFormat::F16 ? 6 : 9), what);
 }
 
-inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const CacheParameters &cache) {
-    CacheFormat elements = (CacheFormat)(int)cache.query_type;
-    int heads = p.kv_heads * p.group;
-    Encoded key, value, query;
+// Whether a map is of all heads of that operand, as rows of bytes.
+inline bool is_map_of_rows(const TensorMap &map, CacheFormat format, unsigned long long address, int dim, int heads, const RowStrides &strides,
+                           const char *what) {
+    Encoded found;
+    std::memcpy(&found, &map, sizeof(found));
+    const bool blocks = format == CacheFormat::Q8_0 || format == CacheFormat::Q4_0;
+    const unsigned long long unit = format == CacheFormat::Q8_0 ? 34 : blocks ? 18 : format == CacheFormat::BF16 ? 2 : 1;
+    const unsigned long long row = (blocks ? dim / 32 : dim) * unit, last = heads > 1 ? (heads - 1) * strides.head * unit : 0;
+    bool same = found.address == address && found.dims[0] == last + row && found.dims[1] == 1 && found.box[0] >= row;
+    same &= found.dims[2] == 1 || found.strides[1] == unit * strides.token;
+    same &= found.dims[3] == 1 || found.strides[2] == unit * strides.batch;
+    // A box begins at a multiple of 16, before a head's row.
+    for (int head = 0; head < heads; head++) same &= found.box[0] >= row + head * strides.head * unit % 16;
+    return expect(same && found.type == 0, what);
+}
+
+// Whether keys and values are described as their kernel reads them: as elements or codes; or, `as_rows`, as rows of bytes or not at all.
+inline bool expect_kv_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const CacheParameters &cache, bool as_rows) {
+    Encoded key, value;
     std::memcpy(&key, &maps.key, sizeof(key));
     std::memcpy(&value, &maps.value, sizeof(value));
-    std::memcpy(&query, &maps.query, sizeof(query));
-    return is_map_of(maps.query, elements, p.query.pointer, p.head_dim, heads, p.query.strides, "map of queries") &&
-           is_map_of(maps.key, cache.key_format, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of keys") &&
-           is_map_of(maps.value, cache.value_format, p.values.pointer, p.value_dim, p.kv_heads, p.values.strides, "map of values") &&
-           is_map_of(maps.out, elements, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output") &&
+    if (as_rows && t.box_keys == 0) return expect(!key.address && !value.address, "maps that are not read");
+    const auto is_map = as_rows ? is_map_of_rows : is_map_of;
+    return is_map(maps.key, cache.key_format, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of keys") &&
+           is_map(maps.value, cache.value_format, p.values.pointer, p.value_dim, p.kv_heads, p.values.strides, "map of values") &&
            expect(key.box[2] == (unsigned)t.box_keys && value.box[2] == key.box[2], "box_keys") &&
            expect(!p.block_size || p.block_size % t.box_keys == 0, "a box inside a block") &&
-           expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block") &&
+           expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block");
+}
+
+inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const CacheParameters &cache, bool as_rows) {
+    CacheFormat elements = (CacheFormat)(int)cache.query_type;
+    int heads = p.kv_heads * p.group;
+    Encoded query;
+    std::memcpy(&query, &maps.query, sizeof(query));
+    return is_map_of(maps.query, elements, p.query.pointer, p.head_dim, heads, p.query.strides, "map of queries") &&
+           expect_kv_maps(p, t, maps, cache, as_rows) &&
+           is_map_of(maps.out, elements, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output") &&
            expect(p.cu_seqlens_q || query.dims[3] == (unsigned)p.batch, "sequences of the queries") && expect(p.scale > 0 && !p.out_f32, "what it takes");
 }
 
