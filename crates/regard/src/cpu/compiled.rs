@@ -24,20 +24,23 @@ pub struct Compiled {
 /// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths, its
 /// [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether bf16 are multiplied in pairs. There
 /// are as many widths as in `product::shapes::WIDTHS`: a level without the last width repeats the
-/// width before, and the repeated entry is never called.
+/// width before, and the repeated entry is never called. `stored`: the formats besides floats that
+/// products read in place, numbered by [`rows::index`](super::product::rows::index); a level that
+/// reads none repeats a float.
 macro_rules! compile {
     (
         $(features: $features:literal,)?
         vector: $vector:ty,
         widths: $widths:tt,
         dots: $dots:literal,
-        paired: $paired:literal
+        paired: $paired:literal,
+        stored: $reads_codes:literal [$i8:ty, $q8_0:ty, $q4_0:ty]
     ) => {
         use crate::cpu::product::convert::{Codes, Format};
         use crate::cpu::product::dots::Dots;
         use crate::cpu::product::register_tile::Product;
+        use crate::cpu::product::rows::RowFormat;
         use crate::cpu::product::weighted::Weighted;
-        use crate::cpu::vector::Storage;
         use crate::cpu::walk::call::Call;
         use crate::cpu::walk::item::Item;
         use crate::cpu::walk::softmax::{ScoreModifiers, ScoreTile};
@@ -69,13 +72,13 @@ macro_rules! compile {
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+        unsafe fn dots<E: RowFormat, const M: usize, const J: usize>(work: &Dots) {
             // SAFETY: same contract.
             unsafe { crate::cpu::product::dots::dots::<$vector, E, M, J, $paired>(work) }
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+        unsafe fn weighted<E: RowFormat, const M: usize, const N: usize>(work: &Weighted) {
             // SAFETY: same contract.
             unsafe { crate::cpu::product::weighted::weighted::<$vector, E, M, N, $paired>(work) }
         }
@@ -97,12 +100,19 @@ macro_rules! compile {
                     compile!(@dots f32, $dots),
                     compile!(@dots half::f16, $dots),
                     compile!(@dots half::bf16, $dots),
+                    compile!(@dots $i8, $dots),
+                    compile!(@dots $q8_0, $dots),
+                    compile!(@dots $q4_0, $dots),
                 ],
                 weighted: [
                     compile!(@weighted f32, $widths),
                     compile!(@weighted half::f16, $widths),
                     compile!(@weighted half::bf16, $widths),
+                    compile!(@weighted $i8, $widths),
+                    compile!(@weighted $q8_0, $widths),
+                    compile!(@weighted $q4_0, $widths),
                 ],
+                reads_codes: $reads_codes,
                 convert: [
                     convert::<f32>,
                     convert::<half::f16>,
@@ -162,30 +172,40 @@ macro_rules! compile {
 /// [`Level::Scalar`](super::Level::Scalar).
 pub mod scalar {
     use crate::cpu::vector::scalar::Scalar;
-    compile!(vector: Scalar, widths: [1 2 2], dots: 8, paired: false);
+    compile!(
+        vector: Scalar, widths: [1 2 2], dots: 8, paired: false, stored: false [f32, f32, f32]
+    );
 }
 
 /// [`Level::Neon`](super::Level::Neon).
 #[cfg(target_arch = "aarch64")]
 pub mod neon {
     use crate::cpu::vector::neon::Neon;
-    compile!(features: "neon", vector: Neon, widths: [1 2 4], dots: 16, paired: false);
+    compile!(
+        features: "neon",
+        vector: Neon, widths: [1 2 4], dots: 16, paired: false, stored: false [f32, f32, f32]
+    );
 }
 
 /// [`Level::Avx2`](super::Level::Avx2).
 #[cfg(target_arch = "x86_64")]
 pub mod avx2 {
     use crate::cpu::vector::avx2::Avx2;
-    compile!(features: "avx2,fma,f16c", vector: Avx2, widths: [1 2 2], dots: 8, paired: false);
+    compile!(
+        features: "avx2,fma,f16c",
+        vector: Avx2, widths: [1 2 2], dots: 8, paired: false, stored: false [f32, f32, f32]
+    );
 }
 
 /// [`Level::Avx512`](super::Level::Avx512).
 #[cfg(target_arch = "x86_64")]
 pub mod avx512 {
     use crate::cpu::vector::avx512::Avx512;
+    use crate::format::{BlockQ4_0, BlockQ8_0};
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
-        vector: Avx512, widths: [1 2 4], dots: 16, paired: false
+        vector: Avx512, widths: [1 2 4], dots: 16, paired: false,
+        stored: true [i8, BlockQ8_0, BlockQ4_0]
     );
 }
 
@@ -195,6 +215,6 @@ pub mod avx512_bf16 {
     use crate::cpu::vector::avx512::Avx512;
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c",
-        vector: Avx512, widths: [1 2 4], dots: 16, paired: true
+        vector: Avx512, widths: [1 2 4], dots: 16, paired: true, stored: true [i8, f32, f32]
     );
 }

@@ -1,7 +1,8 @@
 //! Scores of a few query rows against keys that are read in place, without packing.
 
 use super::prefetch::{PrefetchCursor, PrefetchRows};
-use crate::cpu::vector::{Storage, Vector};
+use super::rows::RowFormat;
+use crate::cpu::vector::Vector;
 use crate::problem::MAX_HEAD_DIM;
 use half::bf16;
 
@@ -36,7 +37,7 @@ pub struct Dots<'a> {
 /// # Safety
 /// The pointers cover the extent in [`Dots`], and the enclosing function enables V's features.
 #[inline(always)]
-pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
+pub unsafe fn dots<V: Vector, E: RowFormat, const M: usize, const J: usize, const PAIRED: bool>(
     work: &Dots,
 ) {
     let vectors_per_step = if PAIRED { 2 } else { 1 };
@@ -70,7 +71,13 @@ struct Group<const J: usize> {
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
-unsafe fn group_dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
+unsafe fn group_dots<
+    V: Vector,
+    E: RowFormat,
+    const M: usize,
+    const J: usize,
+    const PAIRED: bool,
+>(
     work: &Dots,
     group: &Group<J>,
     cursor: &mut PrefetchCursor,
@@ -98,7 +105,7 @@ unsafe fn group_dots<V: Vector, E: Storage, const M: usize, const J: usize, cons
                 }
                 let mut columns = [V::splat(0.0); J];
                 for (column, key) in columns.iter_mut().zip(keys) {
-                    *column = V::load_pairs(key.cast::<bf16>().add(dim), pairs);
+                    *column = E::load_pairs::<V>(key, dim, pairs);
                 }
                 for m in 0..M {
                     let query = work.queries.add(m * work.query_stride).cast::<bf16>();
@@ -110,20 +117,29 @@ unsafe fn group_dots<V: Vector, E: Storage, const M: usize, const J: usize, cons
                 dim += pairs;
             }
             while dim < end {
-                for _ in 0..lines_per_step {
-                    cursor.prefetch_line::<V>(&work.prefetch);
-                }
-                let mut columns = [V::splat(0.0); J];
-                for (column, key) in columns.iter_mut().zip(keys) {
-                    *column = E::load::<V>(key.cast::<E>().add(dim));
-                }
-                for m in 0..M {
-                    let query = V::load(work.queries.add(m * work.query_stride + dim));
-                    for (j, &column) in columns.iter().enumerate() {
-                        sums[m * J + j] = query.mul_add(column, sums[m * J + j]);
+                let mut scales = [V::splat(1.0); J];
+                let block_end = if E::BLOCK > 0 { end.min(dim + E::BLOCK) } else { end };
+                if E::BLOCK > 0 {
+                    for (scale, key) in scales.iter_mut().zip(keys) {
+                        *scale = E::block_scale(key, dim);
                     }
                 }
-                dim += V::LANES;
+                while dim < block_end {
+                    for _ in 0..lines_per_step {
+                        cursor.prefetch_line::<V>(&work.prefetch);
+                    }
+                    let mut columns = [V::splat(0.0); J];
+                    for ((column, key), &scale) in columns.iter_mut().zip(keys).zip(&scales) {
+                        *column = E::load(key, dim, scale);
+                    }
+                    for m in 0..M {
+                        let query = V::load(work.queries.add(m * work.query_stride + dim));
+                        for (j, &column) in columns.iter().enumerate() {
+                            sums[m * J + j] = query.mul_add(column, sums[m * J + j]);
+                        }
+                    }
+                    dim += V::LANES;
+                }
             }
             let mut partial = [0.0f32; 16];
             V::sums(&sums, partial.as_mut_ptr());

@@ -6,6 +6,7 @@
 //! - [`weighted`]: weighted sums of values in place.
 //! - [`exponentials`]: the exponentials of a softmax between the steps of these products.
 //! - [`convert`]: converts rows of caches that are not stored as products read them.
+//! - [`rows`]: the rows that dots and weighted sums read in place.
 //! - [`amx`]: both products on the matrix unit.
 
 pub mod amx;
@@ -14,6 +15,7 @@ pub mod dots;
 pub mod exponentials;
 pub mod prefetch;
 pub mod register_tile;
+pub mod rows;
 mod shapes;
 pub mod weighted;
 
@@ -33,11 +35,13 @@ pub struct ProductTable {
     pub scores: RegisterTiles<ProductFn>,
     /// O = factor * O + P V.
     pub output: RegisterTiles<ProductFn>,
-    /// `[element type][rows - 1]`. [`Storage::INDEX`](super::vector::Storage::INDEX) numbers the
-    /// types.
-    pub dots: [[DotsFn; MAX_DOT_ROWS]; 3],
+    /// `[element type][rows - 1]`. [`Storage::INDEX`](super::vector::Storage::INDEX) and
+    /// [`rows::index`] number the types.
+    pub dots: [[DotsFn; MAX_DOT_ROWS]; 6],
     /// `[element type]`.
-    pub weighted: [RegisterTiles<WeightedFn>; 3],
+    pub weighted: [RegisterTiles<WeightedFn>; 6],
+    /// Whether they have the types that [`rows::index`] numbers.
+    pub reads_codes: bool,
     /// `[storage type]`, numbered by [`convert::index`] and [`convert::index_of_codes`].
     pub convert: [ConvertFn; 11],
 }

@@ -2,7 +2,8 @@
 
 use super::prefetch::{PrefetchCursor, PrefetchRows};
 use super::register_tile::update;
-use crate::cpu::vector::{Storage, Vector};
+use super::rows::RowFormat;
+use crate::cpu::vector::Vector;
 use half::bf16;
 
 pub type WeightedFn = unsafe fn(&Weighted);
@@ -16,6 +17,8 @@ pub struct Weighted<'a> {
     /// The values' addresses for head 0, and the offset to add to each.
     pub values: &'a [*const u8],
     pub offset: i64,
+    /// The first value dim of each row: where rows have scales of blocks, the start of a block.
+    pub first: usize,
     pub prefetch: PrefetchRows<'a>,
     /// `M` rows of `N` vectors.
     pub output: *mut f32,
@@ -31,7 +34,7 @@ pub struct Weighted<'a> {
 #[inline(always)]
 pub unsafe fn weighted<
     V: Vector,
-    E: Storage,
+    E: RowFormat,
     const M: usize,
     const N: usize,
     const PAIRED: bool,
@@ -39,8 +42,8 @@ pub unsafe fn weighted<
     work: &Weighted,
 ) {
     if PAIRED {
-        // SAFETY: same contract. PAIRED code runs on bf16 only.
-        return unsafe { weighted_pairs::<V, M, N>(work) };
+        // SAFETY: same contract.
+        return unsafe { weighted_pairs::<V, E, M, N>(work) };
     }
     // SAFETY: each value holds N whole vectors; output and probabilities hold M rows.
     unsafe {
@@ -49,10 +52,15 @@ pub unsafe fn weighted<
         let mut cursor = PrefetchCursor::default();
         let lines_per_step = work.prefetch.lines().div_ceil(work.values.len());
         for (k, value) in work.values.iter().enumerate() {
-            let value = value.wrapping_offset(work.offset as isize).cast::<E>();
+            let value = value.wrapping_offset(work.offset as isize);
             let mut columns = [V::splat(0.0); N];
+            let mut scale = V::splat(1.0);
             for (n, column) in columns.iter_mut().enumerate() {
-                *column = E::load::<V>(value.add(n * V::LANES));
+                let dim = work.first + n * V::LANES;
+                if E::BLOCK > 0 && (n * V::LANES).is_multiple_of(E::BLOCK) {
+                    scale = E::block_scale(value, dim);
+                }
+                *column = E::load(value, dim, scale);
             }
             for _ in 0..lines_per_step {
                 cursor.prefetch_line::<V>(&work.prefetch);
@@ -71,13 +79,13 @@ pub unsafe fn weighted<
     }
 }
 
-/// [`weighted`] for bf16, two values at a time.
+/// [`weighted`] for pairs of bf16, two values at a time.
 ///
 /// # Safety
 /// As [`weighted`].
 #[inline(always)]
-unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weighted) {
-    let value = |k: usize| work.values[k].wrapping_offset(work.offset as isize).cast::<bf16>();
+unsafe fn weighted_pairs<V: Vector, E: RowFormat, const M: usize, const N: usize>(work: &Weighted) {
+    let value = |k: usize| work.values[k].wrapping_offset(work.offset as isize);
     let row =
         |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
     // SAFETY: as `weighted`.
@@ -90,9 +98,9 @@ unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weigh
         while k < work.values.len() {
             // An odd last value is paired with itself, with probability 0.
             let pair = k + 1 < work.values.len();
-            let (low, high) = (value(k), value(if pair { k + 1 } else { k }));
+            let rows = [value(k), value(if pair { k + 1 } else { k })];
             let mut columns = [V::splat(0.0); N];
-            V::interleave_all(low, high, &mut columns);
+            E::interleave_all(rows, work.first, &mut columns);
             for _ in 0..lines_per_step {
                 cursor.prefetch_line::<V>(&work.prefetch);
             }

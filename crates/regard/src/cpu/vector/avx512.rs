@@ -352,6 +352,23 @@ impl Vector for Avx512 {
         };
         Avx512(_mm512_castsi512_ps(pairs))
     }
+    #[inline(always)]
+    unsafe fn load_i8_pairs(from: *const i8, count: usize) -> Self {
+        let low = Self::load_i8(from).0;
+        let high = match count {
+            32 => Self::load_i8(from.add(16)).0,
+            _ => _mm512_setzero_ps(),
+        };
+        Avx512(avx512_bf16::join(low, high))
+    }
+    #[inline(always)]
+    unsafe fn interleave_exact(low: Self, high: Self) -> Self {
+        let (low, high) = (_mm512_castps_si512(low.0), _mm512_castps_si512(high.0));
+        let low = _mm512_srli_epi32::<16>(low);
+        // low | (high & upper half)
+        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+        Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper)))
+    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,17 @@ pub unsafe fn pair_mul_add(a: __m512, b: __m512, addend: __m512) -> __m512 {
     _mm512_dpbf16_ps(addend, pairs(a), pairs(b))
 }
 
+/// The numbers of both vectors as bf16, those of `low` first.
+///
+/// # Safety
+/// The CPU has AVX512_BF16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub unsafe fn join(low: __m512, high: __m512) -> __m512 {
+    // SAFETY: both types are 64 bytes of plain bits.
+    unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+}
+
 /// # Safety
 /// The CPU has AVX512_BF16; `to` holds 16 elements.
 #[inline]

@@ -102,6 +102,14 @@ pub trait Vector: Copy {
     unsafe fn load_pairs(_from: *const bf16, _count: usize) -> Self {
         unreachable!("this level has no bf16 products")
     }
+    /// The same of codes of an `i8` cache, which are exact in bf16.
+    unsafe fn load_i8_pairs(_from: *const i8, _count: usize) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// [`Vector::interleave`] of numbers that are exact in bf16.
+    unsafe fn interleave_exact(_low: Self, _high: Self) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
 
     /// One half-precision number in all lanes. It need not be aligned.
     #[inline(always)]

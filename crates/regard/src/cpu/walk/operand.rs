@@ -3,11 +3,14 @@
 
 use super::address::KeyAddresses;
 use super::call::{Call, ItemContext};
-use super::item::{Item, TileSpan};
+use super::item::{Item, KeyWalk, TileSpan};
 use super::scratch::{MAX_CONVERTED_ROWS, Scratch};
 use crate::cpu::product::convert::{self, ConvertFn};
+use crate::cpu::product::rows;
 use crate::cpu::vector::Storage;
+use crate::dtype::DType;
 use crate::tensor::Tensor;
+use crate::variant::Values;
 use half::bf16;
 
 /// The keys, or the values, of an item.
@@ -30,10 +33,8 @@ struct Scales<'a> {
 /// Reads rows as products need them, converted or in place.
 #[derive(Clone, Copy)]
 pub struct RowReader {
-    /// The type that products read, by its [`Storage::INDEX`].
+    /// The type that products read, by its [`Storage::INDEX`] or [`rows::index`].
     pub index: usize,
-    /// Its size.
-    pub element_bytes: usize,
     /// Rows that are stored in another type are converted.
     conversion: Option<Conversion>,
     /// Rows are converted already, and read in place: f32, or bf16 to be multiplied in pairs.
@@ -78,7 +79,8 @@ impl<'a> Operand<'a> {
             true => convert::index_of_codes(dtype),
             false => convert::index(dtype),
         };
-        let reader = RowReader::new::<E, PAIRED>(call, scratch, index, dim);
+        let reader = RowReader::streams::<PAIRED>(ctx, dtype)
+            .unwrap_or_else(|| RowReader::new::<E, PAIRED>(call, scratch, index, dim));
         let second = Second { pool: attention.second_k, scales: &attention.second_k_scales };
         let pools = Pools { first: &call.inputs.k, scales: &attention.k_scales, second };
         Operand::new(ctx, pools, reader, scratch.key_scales)
@@ -88,7 +90,9 @@ impl<'a> Operand<'a> {
     pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
-        let reader = RowReader::new::<E, PAIRED>(call, scratch, convert::index(dtype), dim);
+        let index = convert::index(dtype);
+        let reader = RowReader::streams::<PAIRED>(ctx, dtype)
+            .unwrap_or_else(|| RowReader::new::<E, PAIRED>(call, scratch, index, dim));
         let inputs = call.inputs;
         let second = Second { pool: inputs.second_values(), scales: inputs.second_value_scales() };
         let pools = Pools { first: &inputs.v, scales: inputs.value_scales(), second };
@@ -205,12 +209,19 @@ unsafe fn fill_constant(scales: &KeyAddresses, item: &Item, tile: *mut f32, tile
 impl RowReader {
     /// Rows of type E, read in place.
     pub fn in_place<E: Storage>() -> RowReader {
-        RowReader {
-            index: E::INDEX,
-            element_bytes: size_of::<E>(),
-            conversion: None,
-            converted: false,
-        }
+        RowReader { index: E::INDEX, conversion: None, converted: false }
+    }
+
+    /// Rows in codes that are streamed, if the level's products read them in place. Rows that are
+    /// keys and values are converted once for both.
+    fn streams<const PAIRED: bool>(ctx: ItemContext, dtype: DType) -> Option<RowReader> {
+        let call = ctx.call;
+        let streamed = ctx.item.walk == KeyWalk::Stream
+            && call.products.reads_codes
+            && call.problem.values == Values::Separate;
+        // Pairs of bf16 hold no products of codes and scales.
+        let index = rows::index(dtype).filter(|_| streamed && !(PAIRED && dtype.is_block()))?;
+        Some(RowReader { index, conversion: None, converted: false })
     }
 
     /// Rows of `dim` values under queries of type E, by the conversion `index` of their type.

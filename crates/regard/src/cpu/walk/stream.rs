@@ -211,7 +211,6 @@ unsafe fn accumulate_head<V: Vector, const PAIRED: bool>(
             let column = vector * V::LANES;
             let portion_start = prefetched.min(prefetch.rows.len());
             let portion_end = prefetch.rows.len().min(prefetched + portion);
-            let column_bytes = (column * reader.element_bytes) as i64;
             // SAFETY: rows of the item, columns of the head dim.
             unsafe {
                 let first_key = block.first + block.tokens.start;
@@ -222,7 +221,8 @@ unsafe fn accumulate_head<V: Vector, const PAIRED: bool>(
                         .byte_add(first_key * size_of::<f32>() / terms_per_step::<PAIRED>()),
                     probability_stride: sizes.tile_keys,
                     values: values.addresses,
-                    offset: values.offset.wrapping_add(column_bytes),
+                    offset: values.offset,
+                    first: column,
                     prefetch: PrefetchRows {
                         rows: &prefetch.rows[portion_start..portion_end],
                         ..prefetch

@@ -1,0 +1,140 @@
+//! Rows of keys and values that products read in place: as they are stored, and converted in
+//! registers.
+
+use crate::cpu::vector::Vector;
+use crate::dtype::DType;
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0};
+use half::{bf16, f16};
+use std::mem::offset_of;
+
+/// The storage of a row.
+pub trait RowFormat {
+    /// Values that share a scale inside the row; 0 if there is none.
+    const BLOCK: usize = 0;
+
+    /// The scale of the block that starts at value `first`.
+    ///
+    /// # Safety
+    /// As [`Vector`]'s methods, for a row that has such a block.
+    #[inline(always)]
+    unsafe fn block_scale<V: Vector>(_row: *const u8, _first: usize) -> V {
+        // SAFETY: same contract.
+        unsafe { V::splat(1.0) }
+    }
+
+    /// The values from `first` on, a multiple of `LANES`, times the scale of their block.
+    ///
+    /// # Safety
+    /// As [`Vector`]'s methods, for `LANES` values of the row.
+    unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V;
+
+    /// `count` values from `first` on as pairs of bf16: LANES, or 2 * LANES.
+    ///
+    /// # Safety
+    /// As [`Vector::load_pairs`], for `count` values of the row.
+    #[inline(always)]
+    unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
+        // SAFETY: same contract. Of the formats without a method of their own, only bf16 is paired.
+        unsafe { V::load_pairs(row.cast::<bf16>().add(first), count) }
+    }
+
+    /// The values of two rows from `first` on, in pairs: see [`Vector::interleave_all`].
+    ///
+    /// # Safety
+    /// As [`Vector::interleave_all`].
+    #[inline(always)]
+    unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
+        let [low, high] = rows.map(|row| row.cast::<bf16>().wrapping_add(first));
+        // SAFETY: as `load_pairs`.
+        unsafe { V::interleave_all(low, high, to) };
+    }
+}
+
+macro_rules! floats {
+    ($type:ty, $load:ident) => {
+        impl RowFormat for $type {
+            #[inline(always)]
+            unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
+                // SAFETY: same contract.
+                unsafe { V::$load(row.cast::<$type>().add(first)) }
+            }
+        }
+    };
+}
+floats!(f32, load);
+floats!(f16, load_f16);
+floats!(bf16, load_bf16);
+
+impl RowFormat for i8 {
+    #[inline(always)]
+    unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
+        // SAFETY: same contract.
+        unsafe { V::load_i8(row.cast::<i8>().add(first)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
+        // SAFETY: same contract.
+        unsafe { V::load_i8_pairs(row.cast::<i8>().add(first), count) }
+    }
+
+    #[inline(always)]
+    unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
+        for (n, to) in to.iter_mut().enumerate() {
+            let [low, high] = rows.map(|row| row.cast::<i8>().wrapping_add(first + n * V::LANES));
+            // SAFETY: same contract.
+            *to = unsafe { V::interleave_exact(V::load_i8(low), V::load_i8(high)) };
+        }
+    }
+}
+
+impl RowFormat for BlockQ8_0 {
+    const BLOCK: usize = BLOCK_VALUES;
+
+    #[inline(always)]
+    unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
+        let block = row.cast::<BlockQ8_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
+        // SAFETY: same contract.
+        unsafe { V::splat_f16(block.add(offset_of!(BlockQ8_0, scale)).cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V {
+        let block = row.cast::<BlockQ8_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
+        let codes = block.wrapping_add(offset_of!(BlockQ8_0, codes) + first % BLOCK_VALUES);
+        // SAFETY: same contract.
+        unsafe { scale.mul(V::load_i8(codes.cast())) }
+    }
+}
+
+impl RowFormat for BlockQ4_0 {
+    const BLOCK: usize = BLOCK_VALUES;
+
+    #[inline(always)]
+    unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
+        let block = row.cast::<BlockQ4_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
+        // SAFETY: same contract.
+        unsafe { V::splat_f16(block.add(offset_of!(BlockQ4_0, scale)).cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V {
+        const HALF: usize = BLOCK_VALUES / 2;
+        let block = row.cast::<BlockQ4_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
+        let nibbles = block.wrapping_add(offset_of!(BlockQ4_0, nibbles) + first % HALF);
+        // SAFETY: same contract. A half of a block holds whole vectors.
+        let [low, high] = unsafe { V::load_nibbles(nibbles, scale) };
+        if first % BLOCK_VALUES < HALF { low } else { high }
+    }
+}
+
+/// Index of a storage type in the tables of products: behind the floats, which have that of
+/// [`Storage`](crate::cpu::vector::Storage). `None` if products do not read it in place.
+pub fn index(dtype: DType) -> Option<usize> {
+    match dtype {
+        DType::I8 => Some(3),
+        DType::Q8_0 => Some(4),
+        DType::Q4_0 => Some(5),
+        _ => None,
+    }
+}
