@@ -191,9 +191,11 @@ pub mod neon {
 #[cfg(target_arch = "x86_64")]
 pub mod avx2 {
     use crate::cpu::vector::avx2::Avx2;
+    use crate::format::{BlockQ4_0, BlockQ8_0};
     compile!(
         features: "avx2,fma,f16c",
-        vector: Avx2, widths: [1 2 2], dots: 8, paired: false, stored: false [f32, f32, f32]
+        vector: Avx2, widths: [1 2 2], dots: 8, paired: false,
+        stored: true [i8, BlockQ8_0, BlockQ4_0]
     );
 }
 
