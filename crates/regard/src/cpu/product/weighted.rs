@@ -17,7 +17,8 @@ pub struct Weighted<'a> {
     /// The values' addresses for head 0, and the offset to add to each.
     pub values: &'a [*const u8],
     pub offset: i64,
-    /// The first value dim of each row: where rows have scales of blocks, the start of a block.
+    /// The first value dim of each row. Where rows have scales of blocks, it starts a block, or all
+    /// dims are of one block.
     pub first: usize,
     pub prefetch: PrefetchRows<'a>,
     /// `M` rows of `N` vectors.
