@@ -47,6 +47,8 @@ inline bool is_map_of(const TensorMap &map, CacheFormat format, unsigned long lo
     const long long steps[3] = {strides.head, strides.token, strides.batch};
     bool same = found.address == address && found.dims[0] == (unsigned)dim && found.dims[1] == (unsigned)heads;
     bool codes = format >= CacheFormat::E4M3;
+    // A box has whole rows of codes.
+    same &= !codes || found.box[0] == found.dims[0];
     for (int i = 0; i < 3; i++) same &= found.dims[i + 1] == 1 || found.strides[i] == (codes ? 1ull : 2ull) * steps[i];
     return expect(same && found.type == (codes ? 0 : format == CacheFormat::F16 ? 6 : 9), what);
 }

@@ -392,21 +392,23 @@ pub(super) fn prefill_call<'a>(
     workspace: u64,
 ) -> PrefillCall<'a> {
     let mut attention = attention(problem, inputs, outputs, workspace);
-    let suits = |kernel: &&PrefillKernel| match (kernel.tensor_maps, kernel.cache) {
-        _ if kernel.head_scales && !has_head_scales(inputs) => false,
-        (true, _) => maps(problem, kernel, inputs, outputs).is_some(),
+    // A kernel with its tensor maps, if it takes the operands.
+    let suits = |kernel: &'a PrefillKernel| match (kernel.tensor_maps, kernel.cache) {
+        _ if kernel.head_scales && !has_head_scales(inputs) => None,
+        (true, _) => maps(problem, kernel, inputs, outputs).map(|maps| (kernel, Some(maps))),
         // The plain kernel cannot write another output type, nor rows that do not start at
         // multiples of four elements.
         (false, Cache::Elements) => {
-            load_kind(problem, inputs) == LoadKind::PageAligned16
+            let takes = load_kind(problem, inputs) == LoadKind::PageAligned16
                 && attention.out_f32 == 0
                 && attention.out_aligned == 1
-                && keeps_order(inputs.scale())
+                && keeps_order(inputs.scale());
+            takes.then_some((kernel, None))
         }
-        (false, _) => true,
+        (false, _) => Some((kernel, None)),
     };
-    let faster = [&plan.specialized].into_iter().chain(&plan.any_scales);
-    let kernel = faster.into_iter().find(suits).unwrap_or(&plan.fallback);
+    let mut faster = [&plan.specialized].into_iter().chain(&plan.any_scales);
+    let (kernel, maps) = faster.find_map(suits).unwrap_or((&plan.fallback, None));
     attention.load_kind = match kernel.cache {
         Cache::Elements => load_kind(problem, inputs),
         // This is about queries.
@@ -431,7 +433,6 @@ pub(super) fn prefill_call<'a>(
         let max_ctas = tiles.total.max(1).saturating_mul(kernel.cluster_size);
         ctas = ctas.min(u32::try_from(max_ctas).unwrap_or(u32::MAX));
     }
-    let maps = maps(problem, kernel, inputs, outputs);
     let key_map = maps.and_then(|maps| maps.key);
     parameters.box_keys = key_map.map_or(0, |map| map.box_dims[2] as i32);
     let tile_map = mask_map::tile_map(plan, kernel, problem, inputs);

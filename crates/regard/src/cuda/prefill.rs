@@ -178,8 +178,8 @@ pub(super) fn takes_blocks(problem: &Problem, facts: &CudaFacts) -> bool {
     decode > rounds.saturating_mul(ctas) / 5 * 4
 }
 
-/// Hopper's kernel for keys and values of any formats that are exact in the type of queries but for
-/// their scales. Those of values join them in one rounding, for which f16 has not the range.
+/// Hopper's kernel for caches in any formats whose codes and floats are exact in the type of
+/// queries. Products of values and their scales are rounded to that type: f16 has not the range.
 fn find_stored(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let is_taken = |stored: DType| is_exact(problem, stored) || stored.is_block();
     let takes = problem.dtype == DType::BF16

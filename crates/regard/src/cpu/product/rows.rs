@@ -88,20 +88,26 @@ impl RowFormat for i8 {
     }
 }
 
+/// The bytes of the block that holds value `first` of a row.
+#[inline(always)]
+fn block_of<Block>(row: *const u8, first: usize) -> *const u8 {
+    row.cast::<Block>().wrapping_add(first / BLOCK_VALUES).cast()
+}
+
 impl RowFormat for BlockQ8_0 {
     const BLOCK: usize = BLOCK_VALUES;
 
     #[inline(always)]
     unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
-        let block = row.cast::<BlockQ8_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
+        let scale = block_of::<Self>(row, first).wrapping_add(offset_of!(Self, scale));
         // SAFETY: same contract.
-        unsafe { V::splat_f16(block.add(offset_of!(BlockQ8_0, scale)).cast()) }
+        unsafe { V::splat_f16(scale.cast()) }
     }
 
     #[inline(always)]
     unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V {
-        let block = row.cast::<BlockQ8_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
-        let codes = block.wrapping_add(offset_of!(BlockQ8_0, codes) + first % BLOCK_VALUES);
+        let within = offset_of!(Self, codes) + first % BLOCK_VALUES;
+        let codes = block_of::<Self>(row, first).wrapping_add(within);
         // SAFETY: same contract.
         unsafe { scale.mul(V::load_i8(codes.cast())) }
     }
@@ -112,16 +118,16 @@ impl RowFormat for BlockQ4_0 {
 
     #[inline(always)]
     unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
-        let block = row.cast::<BlockQ4_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
+        let scale = block_of::<Self>(row, first).wrapping_add(offset_of!(Self, scale));
         // SAFETY: same contract.
-        unsafe { V::splat_f16(block.add(offset_of!(BlockQ4_0, scale)).cast()) }
+        unsafe { V::splat_f16(scale.cast()) }
     }
 
     #[inline(always)]
     unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V {
         const HALF: usize = BLOCK_VALUES / 2;
-        let block = row.cast::<BlockQ4_0>().wrapping_add(first / BLOCK_VALUES).cast::<u8>();
-        let nibbles = block.wrapping_add(offset_of!(BlockQ4_0, nibbles) + first % HALF);
+        let within = offset_of!(Self, nibbles) + first % HALF;
+        let nibbles = block_of::<Self>(row, first).wrapping_add(within);
         // SAFETY: same contract. A half of a block holds whole vectors.
         let [low, high] = unsafe { V::load_nibbles(nibbles, scale) };
         if first % BLOCK_VALUES < HALF { low } else { high }

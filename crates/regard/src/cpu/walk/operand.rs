@@ -4,7 +4,7 @@
 use super::address::KeyAddresses;
 use super::call::{Call, ItemContext};
 use super::item::{Item, KeyWalk, TileSpan};
-use super::scratch::{MAX_CONVERTED_ROWS, Scratch};
+use super::scratch::MAX_CONVERTED_ROWS;
 use crate::cpu::product::convert::{self, ConvertFn};
 use crate::cpu::product::rows;
 use crate::cpu::vector::Storage;
@@ -79,8 +79,7 @@ impl<'a> Operand<'a> {
             true => convert::index_of_codes(dtype),
             false => convert::index(dtype),
         };
-        let reader = RowReader::streams::<PAIRED>(ctx, dtype)
-            .unwrap_or_else(|| RowReader::new::<E, PAIRED>(call, scratch, index, dim));
+        let reader = RowReader::new::<E, PAIRED>(ctx, dtype, index, dim);
         let second = Second { pool: attention.second_k, scales: &attention.second_k_scales };
         let pools = Pools { first: &call.inputs.k, scales: &attention.k_scales, second };
         Operand::new(ctx, pools, reader, scratch.key_scales)
@@ -90,9 +89,7 @@ impl<'a> Operand<'a> {
     pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
-        let index = convert::index(dtype);
-        let reader = RowReader::streams::<PAIRED>(ctx, dtype)
-            .unwrap_or_else(|| RowReader::new::<E, PAIRED>(call, scratch, index, dim));
+        let reader = RowReader::new::<E, PAIRED>(ctx, dtype, convert::index(dtype), dim);
         let inputs = call.inputs;
         let second = Second { pool: inputs.second_values(), scales: inputs.second_value_scales() };
         let pools = Pools { first: &inputs.v, scales: inputs.value_scales(), second };
@@ -224,15 +221,19 @@ impl RowReader {
         Some(RowReader { index, conversion: None, converted: false })
     }
 
-    /// Rows of `dim` values under queries of type E, by the conversion `index` of their type.
+    /// Rows of `dim` values of `dtype` under queries of type E, by the conversion `index`.
     fn new<E: Storage, const PAIRED: bool>(
-        call: &Call,
-        scratch: &Scratch,
+        ctx: ItemContext,
+        dtype: DType,
         index: usize,
         dim: usize,
     ) -> RowReader {
+        let ItemContext { call, scratch, .. } = ctx;
         if index == E::INDEX {
             return RowReader::in_place::<E>();
+        }
+        if let Some(reader) = RowReader::streams::<PAIRED>(ctx, dtype) {
+            return reader;
         }
         let reader = match PAIRED {
             true => RowReader::in_place::<bf16>(),

@@ -34,7 +34,7 @@ static __device__ __forceinline__ uint4 widen_eight(const unsigned (&words)[2], 
     return pairs;
 }
 
-// Multiplies pairs of codes by a scale, in one rounding but for 2^-17 of the product.
+// Multiplies pairs of codes by a scale. The product is rounded once; an error of at most 2^-17 of it comes before.
 static __device__ __forceinline__ uint4 scale_eight(uint4 pairs, float scale) {
     float rest = scale - __uint_as_float(__float_as_uint(scale) & 0xffff0000);
     unsigned high = __byte_perm(__float_as_uint(scale), 0, 0x3232), low = E::pack(rest, rest);
