@@ -6,27 +6,27 @@
 //! `#[inline(never)]` on functions with target features.)
 
 use super::product::ProductTable;
+use super::walk::WalkTable;
 use super::walk::call::Call;
 use super::walk::item::Item;
-use super::walk::softmax::SoftmaxFn;
 
 /// The compiled code of one level.
 ///
 /// All of it is unsafe to call: the CPU must have the level's features, and the arguments must
-/// satisfy the contracts of [`run_item`](super::walk::attend::run_item),
-/// [`softmax_step`](super::walk::softmax::softmax_step) and [`ProductTable`].
+/// satisfy the contracts of [`run_item`](super::walk::attend::run_item), [`WalkTable`] and
+/// [`ProductTable`].
 pub struct Compiled {
     pub run_item: unsafe fn(&Call, &Item, *mut u8),
-    pub softmax: SoftmaxFn,
+    pub walks: WalkTable,
     pub products: ProductTable,
 }
 
 /// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths, its
 /// [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether bf16 are multiplied in pairs. There
 /// are as many widths as in `product::shapes::WIDTHS`: a level without the last width repeats the
-/// width before, and the repeated entry is never called. `stored`: the formats besides floats that
-/// products read in place, numbered by [`rows::index`](super::product::rows::index); a level that
-/// reads none repeats a float.
+/// width before, and the repeated entry is never called. `reads`: the formats that products read in
+/// place (f32, f16, bf16, i8, q8_0, q4_0); a level that does not read one repeats another. Pairs
+/// are of bf16 or i8.
 macro_rules! compile {
     (
         $(features: $features:literal,)?
@@ -34,16 +34,20 @@ macro_rules! compile {
         widths: $widths:tt,
         dots: $dots:literal,
         paired: $paired:literal,
-        stored: $reads_codes:literal [$i8:ty, $q8_0:ty, $q4_0:ty]
+        reads_codes: $reads_codes:literal,
+        reads: [$f32:ty, $f16:ty, $bf16:ty, $i8:ty, $q8_0:ty, $q4_0:ty]
     ) => {
         use crate::cpu::product::convert::{Codes, Format};
         use crate::cpu::product::dots::Dots;
         use crate::cpu::product::register_tile::Product;
         use crate::cpu::product::rows::RowFormat;
         use crate::cpu::product::weighted::Weighted;
-        use crate::cpu::walk::call::Call;
-        use crate::cpu::walk::item::Item;
-        use crate::cpu::walk::softmax::{ScoreModifiers, ScoreTile};
+        use crate::cpu::walk::call::{Call, ItemContext};
+        use crate::cpu::walk::item::{Item, TileSpan};
+        use crate::cpu::walk::operand::Operand;
+        use crate::cpu::walk::rows::SoftmaxRows;
+        use crate::state::State;
+        use std::ops::Range;
 
         $(#[target_feature(enable = $features)])?
         unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
@@ -53,15 +57,32 @@ macro_rules! compile {
 
         $(#[target_feature(enable = $features)])?
         unsafe fn softmax(
-            modifiers: &ScoreModifiers,
-            sequence: &crate::problem::Sequence,
-            tile: &ScoreTile,
-            states: &mut [crate::state::State],
+            ctx: ItemContext,
+            rows: Range<usize>,
+            work: SoftmaxRows,
+            scores: &dyn Fn(usize) -> *mut f32,
             factors: &mut [f32],
         ) {
-            use crate::cpu::walk::softmax::softmax_step;
+            use crate::cpu::walk::rows::softmax_rows;
             // SAFETY: same contract.
-            unsafe { softmax_step::<$vector, $paired>(modifiers, sequence, tile, states, factors) }
+            unsafe { softmax_rows::<$vector, $paired>(ctx, rows, work, scores, factors) }
+        }
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn stream(ctx: ItemContext, k: &Operand, v: &Operand, span: &TileSpan) {
+            // SAFETY: same contract.
+            unsafe { crate::cpu::walk::stream::attend_tile::<$vector, $paired>(ctx, k, v, span) }
+        }
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn write_output(
+            ctx: ItemContext,
+            output: *const f32,
+            states: *const State,
+            rows: Range<usize>,
+        ) {
+            // SAFETY: same contract.
+            unsafe { crate::cpu::walk::rows::write_output::<$vector>(ctx, output, states, rows) }
         }
 
         $(#[target_feature(enable = $features)])?
@@ -92,22 +113,22 @@ macro_rules! compile {
 
         pub static COMPILED: crate::cpu::compiled::Compiled = crate::cpu::compiled::Compiled {
             run_item,
-            softmax,
+            walks: crate::cpu::walk::WalkTable { softmax, stream, write_output },
             products: crate::cpu::product::ProductTable {
                 scores: compile!(@tiles product, $widths, [false]),
                 output: compile!(@tiles product, $widths, [true]),
                 dots: [
-                    compile!(@dots f32, $dots),
-                    compile!(@dots half::f16, $dots),
-                    compile!(@dots half::bf16, $dots),
+                    compile!(@dots $f32, $dots),
+                    compile!(@dots $f16, $dots),
+                    compile!(@dots $bf16, $dots),
                     compile!(@dots $i8, $dots),
                     compile!(@dots $q8_0, $dots),
                     compile!(@dots $q4_0, $dots),
                 ],
                 weighted: [
-                    compile!(@weighted f32, $widths),
-                    compile!(@weighted half::f16, $widths),
-                    compile!(@weighted half::bf16, $widths),
+                    compile!(@weighted $f32, $widths),
+                    compile!(@weighted $f16, $widths),
+                    compile!(@weighted $bf16, $widths),
                     compile!(@weighted $i8, $widths),
                     compile!(@weighted $q8_0, $widths),
                     compile!(@weighted $q4_0, $widths),
@@ -172,8 +193,10 @@ macro_rules! compile {
 /// [`Level::Scalar`](super::Level::Scalar).
 pub mod scalar {
     use crate::cpu::vector::scalar::Scalar;
+    use half::{bf16, f16};
     compile!(
-        vector: Scalar, widths: [1 2 2], dots: 8, paired: false, stored: false [f32, f32, f32]
+        vector: Scalar, widths: [1 2 2], dots: 8, paired: false,
+        reads_codes: false, reads: [f32, f16, bf16, f32, f32, f32]
     );
 }
 
@@ -181,9 +204,11 @@ pub mod scalar {
 #[cfg(target_arch = "aarch64")]
 pub mod neon {
     use crate::cpu::vector::neon::Neon;
+    use half::{bf16, f16};
     compile!(
         features: "neon",
-        vector: Neon, widths: [1 2 4], dots: 16, paired: false, stored: false [f32, f32, f32]
+        vector: Neon, widths: [1 2 4], dots: 16, paired: false,
+        reads_codes: false, reads: [f32, f16, bf16, f32, f32, f32]
     );
 }
 
@@ -192,10 +217,11 @@ pub mod neon {
 pub mod avx2 {
     use crate::cpu::vector::avx2::Avx2;
     use crate::format::{BlockQ4_0, BlockQ8_0};
+    use half::{bf16, f16};
     compile!(
         features: "avx2,fma,f16c",
         vector: Avx2, widths: [1 2 2], dots: 8, paired: false,
-        stored: true [i8, BlockQ8_0, BlockQ4_0]
+        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0]
     );
 }
 
@@ -204,10 +230,11 @@ pub mod avx2 {
 pub mod avx512 {
     use crate::cpu::vector::avx512::Avx512;
     use crate::format::{BlockQ4_0, BlockQ8_0};
+    use half::{bf16, f16};
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
         vector: Avx512, widths: [1 2 4], dots: 16, paired: false,
-        stored: true [i8, BlockQ8_0, BlockQ4_0]
+        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0]
     );
 }
 
@@ -215,8 +242,10 @@ pub mod avx512 {
 #[cfg(target_arch = "x86_64")]
 pub mod avx512_bf16 {
     use crate::cpu::vector::avx512::Avx512;
+    use half::bf16;
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c",
-        vector: Avx512, widths: [1 2 4], dots: 16, paired: true, stored: true [i8, f32, f32]
+        vector: Avx512, widths: [1 2 4], dots: 16, paired: true,
+        reads_codes: true, reads: [bf16, bf16, bf16, i8, bf16, bf16]
     );
 }

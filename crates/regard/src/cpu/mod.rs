@@ -186,7 +186,7 @@ fn run_prepared(
     let call = Call {
         inputs,
         products: &compiled.products,
-        softmax: compiled.softmax,
+        walks: &compiled.walks,
         peek_next_item: &peek_next_item,
         sizes: walk::sizes(&problem, &cpu.tiling, schedule.has_serial_splits()),
         split_keys: schedule.split_keys(),
@@ -211,8 +211,8 @@ fn run_prepared(
     };
     match f32_products {
         Some(compiled) => {
-            let products = &compiled.products;
-            let in_place_call = Call { products, softmax: compiled.softmax, ..call.clone() };
+            let Compiled { products, walks, .. } = compiled;
+            let in_place_call = Call { products, walks, ..call.clone() };
             let in_place = Some((compiled, &in_place_call));
             runner.run(in_place, cpu.workers, executor);
         }

@@ -12,10 +12,9 @@ use super::merge::{clear, merge_partials, merge_serial_split, store_partials};
 use super::operand::Operand;
 use super::row_block::TileFlags;
 use super::row_tile::RowTile;
-use super::rows::{load_queries, write_output};
+use super::rows::load_queries;
 use super::scratch::Scratch;
 use super::selection::RowList;
-use super::stream;
 use super::tile;
 use super::verify;
 use crate::cpu::product::amx;
@@ -38,10 +37,10 @@ pub unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, 
     unsafe {
         match (item.task, call.problem.dtype) {
             (Task::Merge, _) => merge_partials::<V>(ctx),
-            (_, DType::F32) => attend::<V, f32, false>(ctx),
-            (_, DType::F16) => attend::<V, f16, false>(ctx),
+            (_, DType::F32) if !PAIRED => attend::<V, f32, false>(ctx),
+            (_, DType::F16) if !PAIRED => attend::<V, f16, false>(ctx),
             (_, DType::BF16) => attend::<V, bf16, PAIRED>(ctx),
-            (_, _) => unreachable!("checked: queries are floating"),
+            (_, _) => unreachable!("checked: queries are floating, and bf16 where pairs are"),
         }
     }
 }
@@ -101,7 +100,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                 let rows = row_tile.as_ref().map(|tile| tile.load::<PAIRED>(ctx, &k, &span));
                 let (k, v) = rows.as_ref().map_or((&k, &v), |rows| (rows, rows));
                 match item.walk {
-                    KeyWalk::Stream => stream::attend_tile::<V, PAIRED>(ctx, k, v, &span),
+                    KeyWalk::Stream => (call.walks.stream)(ctx, k, v, &span),
                     KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, k, v, &span),
                     KeyWalk::Tile | KeyWalk::Amx => {
                         tile::attend_tile::<V, E, PAIRED>(ctx, k, v, &span, &flags);
@@ -121,7 +120,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
         match item.task {
             Task::AttendPartial => store_partials(ctx),
             _ if writes_in_last_tile => {}
-            _ => write_output::<V>(ctx, output, states, 0..rows),
+            _ => (call.walks.write_output)(ctx, output, states, 0..rows),
         }
     }
 }

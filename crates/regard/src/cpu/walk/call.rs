@@ -1,9 +1,10 @@
 //! The call that an item is part of: operands, inner loops and sizes.
 
+use super::WalkTable;
 use super::item::Item;
 use super::list_tile::ListTile;
 use super::scratch::{Scratch, Sizes};
-use super::softmax::{ScoreModifiers, SoftmaxFn};
+use super::softmax::ScoreModifiers;
 use crate::cpu::product::ProductTable;
 use crate::problem::{Inputs, Problem};
 use crate::tensor::Dims;
@@ -15,7 +16,7 @@ pub struct Call<'a> {
     /// The actual problem (the plan's problem may be larger).
     pub problem: Problem,
     pub products: &'static ProductTable,
-    pub softmax: SoftmaxFn,
+    pub walks: &'static WalkTable,
     /// Peeks at the item that the schedule hands out next, in order to prefetch its first tile.
     /// Another thread may get that item.
     pub peek_next_item: &'a (dyn Fn() -> Option<Item> + Sync),

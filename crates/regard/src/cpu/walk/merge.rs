@@ -3,7 +3,6 @@
 //! the same bits.
 
 use super::call::ItemContext;
-use super::rows::write_output;
 use super::scratch::Sizes;
 use crate::cpu::vector::Vector;
 use crate::state::State;
@@ -110,6 +109,6 @@ pub unsafe fn merge_partials<V: Vector>(ctx: ItemContext) {
                 merge_row::<V>(sizes, ctx.output_row(row), state, part, split_state);
             }
         }
-        write_output::<V>(ctx, scratch.output, scratch.states, 0..item.all_rows());
+        (call.walks.write_output)(ctx, scratch.output, scratch.states, 0..item.all_rows());
     }
 }

@@ -9,7 +9,7 @@ use super::item::{KeyWalk, TileSpan};
 use super::operand::Operand;
 use super::pack::{self, score_depth};
 use super::row_block::{self, TileFlags, TileWork};
-use super::rows::{load_queries, write_output};
+use super::rows::load_queries;
 use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows, TilePrefetch};
 use crate::cpu::product::register_tile::{STEPS_PER_PREFETCH, terms_per_step};
 use crate::cpu::product::{ROWS, amx};
@@ -87,7 +87,7 @@ unsafe fn attend_on_amx<V: Vector, E: Storage>(ctx: ItemContext, work: &TileWork
             }
             amx_tile::attend_rows::<V>(ctx, rows.clone(), work.span, work.prefetch(block));
             if work.flags.write_output {
-                write_output::<V>(ctx, scratch.output, scratch.states, rows);
+                (ctx.call.walks.write_output)(ctx, scratch.output, scratch.states, rows);
             }
         }
     }
