@@ -46,9 +46,9 @@ pub unsafe fn dots<V: Vector, E: RowFormat, const M: usize, const J: usize, cons
     let mut cursor = PrefetchCursor::default();
     for (group, addresses) in work.keys.chunks(J).enumerate() {
         let mut keys = [std::ptr::null::<u8>(); J];
-        for (j, key) in keys.iter_mut().enumerate() {
+        for j in 0..J {
             let address = addresses[j.min(addresses.len() - 1)];
-            *key = address.wrapping_offset(work.offset as isize);
+            keys[j] = address.wrapping_offset(work.offset as isize);
         }
         let scores = work.scores.wrapping_add(group * J);
         // SAFETY: same contract, for the keys of the group.
@@ -104,14 +104,14 @@ unsafe fn group_dots<
                     cursor.prefetch_line::<V>(&work.prefetch);
                 }
                 let mut columns = [V::splat(0.0); J];
-                for (column, key) in columns.iter_mut().zip(keys) {
-                    *column = E::load_pairs::<V>(key, dim, pairs);
+                for j in 0..J {
+                    columns[j] = E::load_pairs::<V>(keys[j], dim, pairs);
                 }
                 for m in 0..M {
                     let query = work.queries.add(m * work.query_stride).cast::<bf16>();
                     let query = V::load_pairs(query.add(dim), pairs);
-                    for (j, &column) in columns.iter().enumerate() {
-                        sums[m * J + j] = query.pair_mul_add(column, sums[m * J + j]);
+                    for j in 0..J {
+                        sums[m * J + j] = query.pair_mul_add(columns[j], sums[m * J + j]);
                     }
                 }
                 dim += pairs;
@@ -120,8 +120,8 @@ unsafe fn group_dots<
                 let mut scales = [V::splat(1.0); J];
                 let block_end = if E::BLOCK > 0 { end.min(dim + E::BLOCK) } else { end };
                 if E::BLOCK > 0 {
-                    for (scale, key) in scales.iter_mut().zip(keys) {
-                        *scale = E::block_scale(key, dim);
+                    for j in 0..J {
+                        scales[j] = E::block_scale(keys[j], dim);
                     }
                 }
                 while dim < block_end {
@@ -129,13 +129,13 @@ unsafe fn group_dots<
                         cursor.prefetch_line::<V>(&work.prefetch);
                     }
                     let mut columns = [V::splat(0.0); J];
-                    for ((column, key), &scale) in columns.iter_mut().zip(keys).zip(&scales) {
-                        *column = E::load(key, dim, scale);
+                    for j in 0..J {
+                        columns[j] = E::load(keys[j], dim, scales[j]);
                     }
                     for m in 0..M {
                         let query = V::load(work.queries.add(m * work.query_stride + dim));
-                        for (j, &column) in columns.iter().enumerate() {
-                            sums[m * J + j] = query.mul_add(column, sums[m * J + j]);
+                        for j in 0..J {
+                            sums[m * J + j] = query.mul_add(columns[j], sums[m * J + j]);
                         }
                     }
                     dim += V::LANES;
@@ -143,8 +143,8 @@ unsafe fn group_dots<
             }
             let mut partial = [0.0f32; 16];
             V::sums(&sums, partial.as_mut_ptr());
-            for (score, partial) in scores.iter_mut().zip(partial) {
-                *score += partial;
+            for i in 0..16 {
+                scores[i] += partial[i];
             }
         }
         for score in &mut scores {

@@ -8,6 +8,11 @@
 //! - [`convert`]: converts rows of caches that are not stored as products read them.
 //! - [`rows`]: the rows that dots and weighted sums read in place.
 //! - [`amx`]: both products on the matrix unit.
+//!
+//! Inner loops count with indices and use no `zip` or `map`: those are functions of `core` that a
+//! build without LTO (`lto = "off"`) does not inline, which costs up to four fifths of the speed.
+
+#![allow(clippy::needless_range_loop, reason = "see above")]
 
 pub mod amx;
 pub mod convert;

@@ -121,15 +121,15 @@ pub unsafe fn product<
                 let end = chain.min(step + STEPS_PER_PREFETCH);
                 for k in step..end {
                     let mut columns = [V::splat(0.0); N];
-                    for (n, column) in columns.iter_mut().enumerate() {
-                        *column = V::load(b.add(n * V::LANES));
+                    for n in 0..N {
+                        columns[n] = V::load(b.add(n * V::LANES));
                     }
-                    for (m, row) in sums.iter_mut().enumerate() {
+                    for m in 0..M {
                         let value = V::splat(*a.add(m * a_stride + k));
-                        for (sum, &column) in row.iter_mut().zip(&columns) {
-                            *sum = match PAIRED {
-                                true => value.pair_mul_add(column, *sum),
-                                false => value.mul_add(column, *sum),
+                        for n in 0..N {
+                            sums[m][n] = match PAIRED {
+                                true => value.pair_mul_add(columns[n], sums[m][n]),
+                                false => value.mul_add(columns[n], sums[m][n]),
                             };
                         }
                     }
@@ -140,28 +140,23 @@ pub unsafe fn product<
             if let Some(block) = &mut block_scales {
                 for n in 0..N {
                     let scales = V::load(block.scales.add(n * V::LANES));
-                    for row in &mut sums {
-                        row[n] = row[n].mul(scales);
+                    for m in 0..M {
+                        sums[m][n] = sums[m][n].mul(scales);
                     }
                 }
                 block.scales = block.scales.add(block.stride);
             }
-            match (ACCUMULATE, first, step == depth) {
-                (true, true, _) => update::<V, M, N>(&sums, c, c_stride, |m, c, sum| {
-                    c.mul_add(V::splat(*factors.add(m)), sum)
-                }),
-                (true, false, _) | (false, false, false) => {
-                    update::<V, M, N>(&sums, c, c_stride, |_, c, sum| c.add(sum))
-                }
-                (false, true, last) => {
-                    let scale = V::splat(if last { scale } else { 1.0 });
-                    store_scaled::<V, M, N>(&sums, c, c_stride, scale);
-                }
-                (false, false, true) => {
-                    update::<V, M, N>(&sums, c, c_stride, |_, c, sum| {
-                        c.add(sum).mul(V::splat(scale))
-                    });
-                }
+            // Products with 1 are exact: the chains of a call share an epilogue.
+            let last_scale = V::splat(if step == depth { scale } else { 1.0 });
+            if ACCUMULATE {
+                update::<V, M, N>(&sums, c, c_stride, |m, c, sum| {
+                    let factor = if first { *factors.add(m) } else { 1.0 };
+                    c.mul_add(V::splat(factor), sum)
+                });
+            } else if first {
+                store_scaled::<V, M, N>(&sums, c, c_stride, last_scale);
+            } else {
+                update::<V, M, N>(&sums, c, c_stride, |_, c, sum| c.add(sum).mul(last_scale));
             }
         }
     }
@@ -178,12 +173,12 @@ pub unsafe fn update<V: Vector, const M: usize, const N: usize>(
     c_stride: usize,
     with: impl Fn(usize, V, V) -> V,
 ) {
-    for (m, row) in sums.iter().enumerate() {
-        for (n, &sum) in row.iter().enumerate() {
+    for m in 0..M {
+        for n in 0..N {
             // SAFETY: rows and vectors of the register tile.
             unsafe {
                 let to = c.add(m * c_stride + n * V::LANES);
-                with(m, V::load(to), sum).store(to);
+                with(m, V::load(to), sums[m][n]).store(to);
             }
         }
     }
@@ -200,10 +195,10 @@ unsafe fn store_scaled<V: Vector, const M: usize, const N: usize>(
     c_stride: usize,
     scale: V,
 ) {
-    for (m, row) in sums.iter().enumerate() {
-        for (n, &sum) in row.iter().enumerate() {
+    for m in 0..M {
+        for n in 0..N {
             // SAFETY: rows and vectors of the register tile.
-            unsafe { sum.mul(scale).store(c.add(m * c_stride + n * V::LANES)) };
+            unsafe { sums[m][n].mul(scale).store(c.add(m * c_stride + n * V::LANES)) };
         }
     }
 }

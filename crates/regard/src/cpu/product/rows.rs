@@ -44,9 +44,10 @@ pub trait RowFormat {
     /// As [`Vector::interleave_all`].
     #[inline(always)]
     unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
-        let [low, high] = rows.map(|row| row.cast::<bf16>().wrapping_add(first));
+        let [low, high] = rows;
+        let at = |row: *const u8| row.cast::<bf16>().wrapping_add(first);
         // SAFETY: as `load_pairs`.
-        unsafe { V::interleave_all(low, high, to) };
+        unsafe { V::interleave_all(at(low), at(high), to) };
     }
 }
 
@@ -81,9 +82,10 @@ impl RowFormat for i8 {
     #[inline(always)]
     unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
         for (n, to) in to.iter_mut().enumerate() {
-            let [low, high] = rows.map(|row| row.cast::<i8>().wrapping_add(first + n * V::LANES));
+            let [low, high] = rows;
+            let at = |row: *const u8| row.cast::<i8>().wrapping_add(first + n * V::LANES);
             // SAFETY: same contract.
-            *to = unsafe { V::interleave_exact(V::load_i8(low), V::load_i8(high)) };
+            *to = unsafe { V::interleave_exact(V::load_i8(at(low)), V::load_i8(at(high))) };
         }
     }
 }

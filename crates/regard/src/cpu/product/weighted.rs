@@ -56,21 +56,21 @@ pub unsafe fn weighted<
             let value = value.wrapping_offset(work.offset as isize);
             let mut columns = [V::splat(0.0); N];
             let mut scale = V::splat(1.0);
-            for (n, column) in columns.iter_mut().enumerate() {
+            for n in 0..N {
                 let dim = work.first + n * V::LANES;
                 if E::BLOCK > 0 && (n * V::LANES).is_multiple_of(E::BLOCK) {
                     scale = E::block_scale(value, dim);
                 }
-                *column = E::load(value, dim, scale);
+                columns[n] = E::load(value, dim, scale);
             }
             for _ in 0..lines_per_step {
                 cursor.prefetch_line::<V>(&work.prefetch);
             }
-            for (m, row) in sums.iter_mut().enumerate() {
+            for m in 0..M {
                 let probability =
                     V::splat(*work.probabilities.add(m * work.probability_stride + k));
-                for (sum, &column) in row.iter_mut().zip(&columns) {
-                    *sum = probability.mul_add(column, *sum);
+                for n in 0..N {
+                    sums[m][n] = probability.mul_add(columns[n], sums[m][n]);
                 }
             }
         }
@@ -105,14 +105,14 @@ unsafe fn weighted_pairs<V: Vector, E: RowFormat, const M: usize, const N: usize
             for _ in 0..lines_per_step {
                 cursor.prefetch_line::<V>(&work.prefetch);
             }
-            for (m, row_sums) in sums.iter_mut().enumerate() {
+            for m in 0..M {
                 let bits = match pair {
                     true => row(m).add(k).cast::<u32>().read_unaligned(),
                     false => u32::from((*row(m).add(k)).to_bits()),
                 };
                 let probabilities = V::splat(f32::from_bits(bits));
-                for (sum, &column) in row_sums.iter_mut().zip(&columns) {
-                    *sum = probabilities.pair_mul_add(column, *sum);
+                for n in 0..N {
+                    sums[m][n] = probabilities.pair_mul_add(columns[n], sums[m][n]);
                 }
             }
             k += 2;

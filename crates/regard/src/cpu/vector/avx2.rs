@@ -161,7 +161,8 @@ impl Vector for Avx2 {
             block[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd01, odd23));
         }
         let [b0, b1] = blocks;
-        for (c, (low, high)) in b0.into_iter().zip(b1).enumerate() {
+        for c in 0..4 {
+            let (low, high) = (b0[c], b1[c]);
             _mm256_storeu_ps(to.add(c * stride), _mm256_permute2f128_ps::<0x20>(low, high));
             _mm256_storeu_ps(to.add((c + 4) * stride), _mm256_permute2f128_ps::<0x31>(low, high));
         }

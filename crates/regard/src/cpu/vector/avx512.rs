@@ -261,7 +261,8 @@ impl Vector for Avx512 {
         // Step 2, shuffle 128-bit lanes: 0x88 takes lanes 0 and 2 of each operand, 0xdd lanes 1
         // and 3.
         let [b0, b1, b2, b3] = blocks;
-        for (c, (((q0, q1), q2), q3)) in b0.into_iter().zip(b1).zip(b2).zip(b3).enumerate() {
+        for c in 0..4 {
+            let (q0, q1, q2, q3) = (b0[c], b1[c], b2[c], b3[c]);
             let (even01, odd01) =
                 (_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
             let (even23, odd23) =
