@@ -6,18 +6,20 @@
 //! `#[inline(never)]` on functions with target features.)
 
 use super::product::ProductTable;
-use super::walk::WalkTable;
-use super::walk::call::Call;
+use super::walk::call::{Call, WriteOutputFn};
 use super::walk::item::Item;
+use super::walk::softmax::SoftmaxFn;
 
 /// The compiled code of one level.
 ///
 /// All of it is unsafe to call: the CPU must have the level's features, and the arguments must
-/// satisfy the contracts of [`run_item`](super::walk::attend::run_item), [`WalkTable`] and
-/// [`ProductTable`].
+/// satisfy the contracts of [`run_item`](super::walk::attend::run_item),
+/// [`softmax_step`](super::walk::softmax::softmax_step),
+/// [`write_output`](super::walk::rows::write_output) and [`ProductTable`].
 pub struct Compiled {
     pub run_item: unsafe fn(&Call, &Item, *mut u8),
-    pub walks: WalkTable,
+    pub softmax: SoftmaxFn,
+    pub write_output: WriteOutputFn,
     pub products: ProductTable,
 }
 
@@ -43,9 +45,8 @@ macro_rules! compile {
         use crate::cpu::product::rows::RowFormat;
         use crate::cpu::product::weighted::Weighted;
         use crate::cpu::walk::call::{Call, ItemContext};
-        use crate::cpu::walk::item::{Item, TileSpan};
-        use crate::cpu::walk::operand::Operand;
-        use crate::cpu::walk::rows::SoftmaxRows;
+        use crate::cpu::walk::item::Item;
+        use crate::cpu::walk::softmax::{ScoreModifiers, ScoreTile};
         use crate::state::State;
         use std::ops::Range;
 
@@ -57,21 +58,15 @@ macro_rules! compile {
 
         $(#[target_feature(enable = $features)])?
         unsafe fn softmax(
-            ctx: ItemContext,
-            rows: Range<usize>,
-            work: SoftmaxRows,
-            scores: &dyn Fn(usize) -> *mut f32,
+            modifiers: &ScoreModifiers,
+            sequence: &crate::problem::Sequence,
+            tile: &ScoreTile,
+            states: &mut [State],
             factors: &mut [f32],
         ) {
-            use crate::cpu::walk::rows::softmax_rows;
+            use crate::cpu::walk::softmax::softmax_step;
             // SAFETY: same contract.
-            unsafe { softmax_rows::<$vector, $paired>(ctx, rows, work, scores, factors) }
-        }
-
-        $(#[target_feature(enable = $features)])?
-        unsafe fn stream(ctx: ItemContext, k: &Operand, v: &Operand, span: &TileSpan) {
-            // SAFETY: same contract.
-            unsafe { crate::cpu::walk::stream::attend_tile::<$vector, $paired>(ctx, k, v, span) }
+            unsafe { softmax_step::<$vector, $paired>(modifiers, sequence, tile, states, factors) }
         }
 
         $(#[target_feature(enable = $features)])?
@@ -113,7 +108,8 @@ macro_rules! compile {
 
         pub static COMPILED: crate::cpu::compiled::Compiled = crate::cpu::compiled::Compiled {
             run_item,
-            walks: crate::cpu::walk::WalkTable { softmax, stream, write_output },
+            softmax,
+            write_output,
             products: crate::cpu::product::ProductTable {
                 scores: compile!(@tiles product, $widths, [false]),
                 output: compile!(@tiles product, $widths, [true]),

@@ -186,7 +186,8 @@ fn run_prepared(
     let call = Call {
         inputs,
         products: &compiled.products,
-        walks: &compiled.walks,
+        softmax: compiled.softmax,
+        write_output: compiled.write_output,
         peek_next_item: &peek_next_item,
         sizes: walk::sizes(&problem, &cpu.tiling, schedule.has_serial_splits()),
         split_keys: schedule.split_keys(),
@@ -211,8 +212,8 @@ fn run_prepared(
     };
     match f32_products {
         Some(compiled) => {
-            let Compiled { products, walks, .. } = compiled;
-            let in_place_call = Call { products, walks, ..call.clone() };
+            let &Compiled { ref products, softmax, write_output, .. } = compiled;
+            let in_place_call = Call { products, softmax, write_output, ..call.clone() };
             let in_place = Some((compiled, &in_place_call));
             runner.run(in_place, cpu.workers, executor);
         }

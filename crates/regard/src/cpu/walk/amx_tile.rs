@@ -8,7 +8,7 @@ use super::block_scales;
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::pack::{self, score_depth};
-use super::rows::{SoftmaxRows, visible_keys};
+use super::rows::{SoftmaxRows, softmax_rows, visible_keys};
 use super::scratch::{BLOCKS_PER_PRODUCT, Sizes};
 use crate::cpu::product::amx::{self, AmxProduct, COLUMNS, DEPTH, ROWS, TILE};
 use crate::cpu::product::prefetch::TilePrefetch;
@@ -82,7 +82,7 @@ pub unsafe fn attend_rows<V: Vector>(
         compute_scores::<V>(ctx, &rows, span, &computed, prefetch);
         let scores = |row: usize| scratch.scores.add((row - rows.start) * tile_keys);
         let mut factors = [1.0f32; ROWS];
-        (ctx.call.walks.softmax)(
+        softmax_rows(
             ctx,
             rows.clone(),
             SoftmaxRows { span, computed: computed.clone(), exponentials_later: None },

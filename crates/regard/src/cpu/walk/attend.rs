@@ -15,10 +15,11 @@ use super::row_tile::RowTile;
 use super::rows::load_queries;
 use super::scratch::Scratch;
 use super::selection::RowList;
+use super::stream;
 use super::tile;
 use super::verify;
 use crate::cpu::product::amx;
-use crate::cpu::vector::{Storage, Vector};
+use crate::cpu::vector::Vector;
 use crate::dtype::DType;
 use half::{bf16, f16};
 
@@ -35,18 +36,37 @@ pub unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, 
     let ctx = ItemContext { call, item, scratch: &scratch };
     // SAFETY: same contract.
     unsafe {
-        match (item.task, call.problem.dtype) {
-            (Task::Merge, _) => merge_partials::<V>(ctx),
-            (_, DType::F32) if !PAIRED => attend::<V, f32, false>(ctx),
-            (_, DType::F16) if !PAIRED => attend::<V, f16, false>(ctx),
-            (_, DType::BF16) => attend::<V, bf16, PAIRED>(ctx),
-            (_, _) => unreachable!("checked: queries are floating, and bf16 where pairs are"),
+        match item.task {
+            Task::Merge => merge_partials::<V>(ctx),
+            _ => attend::<V, PAIRED>(ctx),
         }
     }
 }
 
+/// Evaluates an expression with `E` the call's type of queries. The expression is compiled for each
+/// type, so it holds only what depends on it.
+macro_rules! for_queries {
+    ($call:expr, $E:ident => $expression:expr) => {
+        match $call.problem.dtype {
+            DType::F32 if !PAIRED => {
+                type $E = f32;
+                $expression
+            }
+            DType::F16 if !PAIRED => {
+                type $E = f16;
+                $expression
+            }
+            DType::BF16 => {
+                type $E = bf16;
+                $expression
+            }
+            _ => unreachable!("checked: queries are floating, and bf16 where pairs are"),
+        }
+    };
+}
+
 #[inline(always)]
-unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
+unsafe fn attend<V: Vector, const PAIRED: bool>(ctx: ItemContext) {
     let ItemContext { call, item, scratch } = ctx;
     let sizes = ctx.sizes();
     let (rows, several_splits) = (item.all_rows(), item.splits.len() > 1);
@@ -63,7 +83,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
     // it is available.
     unsafe {
         if !overlaps {
-            load_queries::<V, E, PAIRED>(ctx, 0..rows);
+            for_queries!(call, E => load_queries::<V, E, PAIRED>(ctx, 0..rows));
         }
         clear(sizes, rows, scratch.output, scratch.states);
         if several_splits {
@@ -74,9 +94,9 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
         }
         let _tiles = (item.walk == KeyWalk::Amx).then(|| amx::Tiles::configure());
         let list = RowList::new(ctx);
-        let k = Operand::keys::<E, PAIRED>(ctx);
-        let v = Operand::values::<E, PAIRED>(ctx);
-        let row_tile = RowTile::new::<E, PAIRED>(ctx, &k);
+        let k = Operand::keys::<PAIRED>(ctx);
+        let v = Operand::values::<PAIRED>(ctx);
+        let row_tile = RowTile::new::<PAIRED>(ctx, &k);
         for split in item.splits.clone() {
             let start = item.keys.start.max(split * call.split_keys);
             let end = item.keys.end.min((split + 1).saturating_mul(call.split_keys));
@@ -100,10 +120,16 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                 let rows = row_tile.as_ref().map(|tile| tile.load::<PAIRED>(ctx, &k, &span));
                 let (k, v) = rows.as_ref().map_or((&k, &v), |rows| (rows, rows));
                 match item.walk {
-                    KeyWalk::Stream => (call.walks.stream)(ctx, k, v, &span),
-                    KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, k, v, &span),
+                    KeyWalk::Stream => stream::attend_tile::<V, PAIRED>(ctx, k, v, &span),
+                    KeyWalk::Verify => {
+                        for_queries!(call, E => {
+                            verify::attend_tile::<V, E, PAIRED>(ctx, k, v, &span)
+                        });
+                    }
                     KeyWalk::Tile | KeyWalk::Amx => {
-                        tile::attend_tile::<V, E, PAIRED>(ctx, k, v, &span, &flags);
+                        for_queries!(call, E => {
+                            tile::attend_tile::<V, E, PAIRED>(ctx, k, v, &span, &flags)
+                        });
                         flags.load_queries = false;
                     }
                 }
@@ -120,7 +146,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
         match item.task {
             Task::AttendPartial => store_partials(ctx),
             _ if writes_in_last_tile => {}
-            _ => (call.walks.write_output)(ctx, output, states, 0..rows),
+            _ => (call.write_output)(ctx, output, states, 0..rows),
         }
     }
 }

@@ -1,13 +1,17 @@
 //! The call that an item is part of: operands, inner loops and sizes.
 
-use super::WalkTable;
 use super::item::Item;
 use super::list_tile::ListTile;
 use super::scratch::{Scratch, Sizes};
-use super::softmax::ScoreModifiers;
+use super::softmax::{ScoreModifiers, SoftmaxFn};
 use crate::cpu::product::ProductTable;
 use crate::problem::{Inputs, Problem};
+use crate::state::State;
 use crate::tensor::Dims;
+use std::ops::Range;
+
+/// [`write_output`](super::rows::write_output), compiled for a level.
+pub type WriteOutputFn = unsafe fn(ItemContext, *const f32, *const State, Range<usize>);
 
 /// One call, shared by all its items.
 #[derive(Clone)]
@@ -16,7 +20,8 @@ pub struct Call<'a> {
     /// The actual problem (the plan's problem may be larger).
     pub problem: Problem,
     pub products: &'static ProductTable,
-    pub walks: &'static WalkTable,
+    pub softmax: SoftmaxFn,
+    pub write_output: WriteOutputFn,
     /// Peeks at the item that the schedule hands out next, in order to prefetch its first tile.
     /// Another thread may get that item.
     pub peek_next_item: &'a (dyn Fn() -> Option<Item> + Sync),

@@ -109,6 +109,6 @@ pub unsafe fn merge_partials<V: Vector>(ctx: ItemContext) {
                 merge_row::<V>(sizes, ctx.output_row(row), state, part, split_state);
             }
         }
-        (call.walks.write_output)(ctx, scratch.output, scratch.states, 0..item.all_rows());
+        (call.write_output)(ctx, scratch.output, scratch.states, 0..item.all_rows());
     }
 }

@@ -28,21 +28,8 @@ pub mod verify;
 
 use crate::problem::Problem;
 use item::KeyWalk;
-use rows::{SoftmaxFn, WriteOutputFn};
 use scratch::{MAX_VERIFY_ROWS, Sizes};
-use stream::StreamFn;
 use tiling::Tiling;
-
-/// The steps of walks that all types of queries share, compiled for a level.
-///
-/// All of them are unsafe to call: the CPU must have the level's features, and the arguments must
-/// satisfy the contracts of [`softmax_rows`](rows::softmax_rows),
-/// [`attend_tile`](stream::attend_tile) and [`write_output`](rows::write_output).
-pub struct WalkTable {
-    pub softmax: SoftmaxFn,
-    pub stream: StreamFn,
-    pub write_output: WriteOutputFn,
-}
 
 /// The walk of an item of a sequence with `rows` query rows per key/value head.
 pub fn key_walk(tiling: &Tiling, rows: usize) -> KeyWalk {

@@ -70,8 +70,8 @@ struct Second<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// The item's keys. `E` is the type of queries.
-    pub fn keys<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
+    /// The item's keys.
+    pub fn keys<const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let attention = &call.inputs.attention;
         let (dtype, dim) = (call.problem.key_dtype, call.problem.head_dim);
@@ -79,17 +79,17 @@ impl<'a> Operand<'a> {
             true => convert::index_of_codes(dtype),
             false => convert::index(dtype),
         };
-        let reader = RowReader::new::<E, PAIRED>(ctx, dtype, index, dim);
+        let reader = RowReader::new::<PAIRED>(ctx, dtype, index, dim);
         let second = Second { pool: attention.second_k, scales: &attention.second_k_scales };
         let pools = Pools { first: &call.inputs.k, scales: &attention.k_scales, second };
         Operand::new(ctx, pools, reader, scratch.key_scales)
     }
 
     /// The item's values.
-    pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
+    pub fn values<const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
-        let reader = RowReader::new::<E, PAIRED>(ctx, dtype, convert::index(dtype), dim);
+        let reader = RowReader::new::<PAIRED>(ctx, dtype, convert::index(dtype), dim);
         let inputs = call.inputs;
         let second = Second { pool: inputs.second_values(), scales: inputs.second_value_scales() };
         let pools = Pools { first: &inputs.v, scales: inputs.value_scales(), second };
@@ -221,16 +221,17 @@ impl RowReader {
         Some(RowReader { index, conversion: None, converted: false })
     }
 
-    /// Rows of `dim` values of `dtype` under queries of type E, by the conversion `index`.
-    fn new<E: Storage, const PAIRED: bool>(
+    /// Rows of `dim` values of `dtype`, by the conversion `index`. Rows of the type of queries are
+    /// not converted.
+    fn new<const PAIRED: bool>(
         ctx: ItemContext,
         dtype: DType,
         index: usize,
         dim: usize,
     ) -> RowReader {
         let ItemContext { call, scratch, .. } = ctx;
-        if index == E::INDEX {
-            return RowReader::in_place::<E>();
+        if index == convert::index(call.problem.dtype) {
+            return RowReader { index, conversion: None, converted: false };
         }
         if let Some(reader) = RowReader::streams::<PAIRED>(ctx, dtype) {
             return reader;

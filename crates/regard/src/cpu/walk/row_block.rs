@@ -6,7 +6,7 @@ use super::block_scales;
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::pack::{self, score_depth};
-use super::rows::{SoftmaxRows, load_queries, visible_keys};
+use super::rows::{SoftmaxRows, load_queries, softmax_rows, visible_keys};
 use super::softmax::{self, MAX_ROWS, unmodified_maxima};
 use super::stream;
 use crate::cpu::product::ROWS;
@@ -77,7 +77,7 @@ pub unsafe fn attend_rows<V: Vector, E: Storage, const PAIRED: bool>(
             let seen = visible_keys(ctx, &rows, span);
             if seen.is_empty() {
                 if flags.write_output {
-                    (ctx.call.walks.write_output)(ctx, scratch.output, scratch.states, rows);
+                    (ctx.call.write_output)(ctx, scratch.output, scratch.states, rows);
                 }
                 continue;
             }
@@ -96,12 +96,7 @@ pub unsafe fn attend_rows<V: Vector, E: Storage, const PAIRED: bool>(
                 let beside = Some(&buffers[buffer]);
                 accumulate_output::<V, PAIRED>(ctx, &previous, &prefetch.v, beside);
                 if flags.write_output {
-                    (ctx.call.walks.write_output)(
-                        ctx,
-                        scratch.output,
-                        scratch.states,
-                        previous.rows,
-                    );
+                    (ctx.call.write_output)(ctx, scratch.output, scratch.states, previous.rows);
                 }
             }
             previous = Some(next);
@@ -110,7 +105,7 @@ pub unsafe fn attend_rows<V: Vector, E: Storage, const PAIRED: bool>(
             last.finish_softmax::<V, PAIRED>(ctx, &buffers[last.buffer]);
             accumulate_output::<V, PAIRED>(ctx, &last, &work.prefetch(blocks - 1).v, None);
             if flags.write_output {
-                (ctx.call.walks.write_output)(ctx, scratch.output, scratch.states, last.rows);
+                (ctx.call.write_output)(ctx, scratch.output, scratch.states, last.rows);
             }
         }
     }
@@ -219,7 +214,7 @@ unsafe fn compute_scores<V: Vector, const PAIRED: bool>(
 /// P = softmax(S), without the exponentials, which are computed beside later products.
 ///
 /// # Safety
-/// As [`softmax_rows`](super::rows::softmax_rows).
+/// As [`softmax_rows`].
 #[inline(always)]
 unsafe fn begin_softmax<V: Vector>(
     ctx: ItemContext,
@@ -255,7 +250,7 @@ unsafe fn begin_softmax<V: Vector>(
             let scores = |row: usize| work.scores.add((row - rows.start) * work.stride);
             let exponentials_later = Some(&exponentials.subtract);
             let tile = SoftmaxRows { span, computed, exponentials_later };
-            (ctx.call.walks.softmax)(ctx, rows.clone(), tile, &scores, &mut block.factors);
+            softmax_rows(ctx, rows.clone(), tile, &scores, &mut block.factors);
         }
         exponentials.begin(work);
     }

@@ -5,7 +5,7 @@ use super::address::KeyAddresses;
 use super::call::ItemContext;
 use super::item::{KeyWalk, TileSpan};
 use super::operand::Operand;
-use crate::cpu::vector::Storage;
+use crate::dtype::DType;
 use half::bf16;
 
 /// The rows of the tile that an item walks, as products read them: `[key in tile][dim]`.
@@ -20,12 +20,10 @@ impl<'a> RowTile<'a> {
     /// The item's row tile, if it has one. Items of several heads have none: they are walked in
     /// memory order, a few keys of each head at a time. Few rows read f16 and bf16 in place, and
     /// many rows amortise the packing of keys and values. Keys in two parts always have one.
-    pub fn new<E: Storage, const PAIRED: bool>(
-        ctx: ItemContext<'a>,
-        keys: &Operand,
-    ) -> Option<RowTile<'a>> {
+    pub fn new<const PAIRED: bool>(ctx: ItemContext<'a>, keys: &Operand) -> Option<RowTile<'a>> {
         let ItemContext { call, item, scratch } = ctx;
-        let widens = !PAIRED && E::INDEX != <f32 as Storage>::INDEX && item.walk == KeyWalk::Verify;
+        let wide = PAIRED || call.problem.dtype == DType::F32;
+        let widens = !wide && item.walk == KeyWalk::Verify;
         let rotary = call.inputs.attention.rotary_k.as_ref().map(|rotary| {
             debug_assert!(ctx.sizes().has_row_tile && item.heads.len() == 1, "planned so");
             let (sequence, head) = (&item.sequence, item.heads.start);

@@ -6,7 +6,7 @@ use super::item::{Item, KeyWalk, TileSpan};
 use super::mask_tile::hides_tile;
 use super::pack;
 use super::scratch::RowRange;
-use super::softmax::{MAX_ROWS, ScoreRow, ScoreTile, softmax_step};
+use super::softmax::{MAX_ROWS, ScoreRow, ScoreTile};
 use crate::cpu::product::amx;
 use crate::cpu::product::prefetch::CACHE_LINE;
 use crate::cpu::vector::{Storage, Vector};
@@ -116,18 +116,13 @@ pub struct SoftmaxRows<'a> {
     pub exponentials_later: Option<&'a Cell<[f32; MAX_ROWS]>>,
 }
 
-/// [`softmax_rows`], compiled for a level.
-pub type SoftmaxFn =
-    unsafe fn(ItemContext, Range<usize>, SoftmaxRows, &dyn Fn(usize) -> *mut f32, &mut [f32]);
-
 /// Online softmax of some of the item's rows against a tile. `scores(row)` is the address of a
 /// row's scores. Writes one rescale factor per row.
 ///
 /// # Safety
 /// As [`softmax_step`](super::softmax::softmax_step), for rows of the item whose queries are
 /// loaded.
-#[inline(always)]
-pub unsafe fn softmax_rows<V: Vector, const PAIRED: bool>(
+pub unsafe fn softmax_rows(
     ctx: ItemContext,
     rows: Range<usize>,
     work: SoftmaxRows,
@@ -177,14 +172,11 @@ pub unsafe fn softmax_rows<V: Vector, const PAIRED: bool>(
                 list: call.problem.key_lists.map(|_| &*scratch.list),
                 exponentials_later,
             };
-            softmax_step::<V, PAIRED>(&call.modifiers, &item.sequence, &tile, states, factors);
+            (call.softmax)(&call.modifiers, &item.sequence, &tile, states, factors);
         }
         start += factors.len();
     }
 }
-
-/// [`write_output`], compiled for a level.
-pub type WriteOutputFn = unsafe fn(ItemContext, *const f32, *const State, Range<usize>);
 
 /// Epilogue: adds the sinks to these rows, normalizes, and writes output and log-sum-exp.
 ///

@@ -77,6 +77,9 @@ pub struct ScoreRow {
 /// Maximum rows per [`softmax_step`].
 pub const MAX_ROWS: usize = 16;
 
+/// [`softmax_step`], compiled for a level.
+pub type SoftmaxFn = unsafe fn(&ScoreModifiers, &Sequence, &ScoreTile, &mut [State], &mut [f32]);
+
 /// One step of the online softmax. Turns scores into unnormalized probabilities relative to each
 /// row's running max, updates the rows' states, and writes the factors that rescale the rows'
 /// previous outputs. `PAIRED` code stores probabilities as bf16.

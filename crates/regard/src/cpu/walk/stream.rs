@@ -8,7 +8,7 @@ use super::address::{HeadBlock, HeadRows, MAX_BLOCK_TOKENS, PrefetchOrder};
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::operand::{Operand, ReadRows, RowReader};
-use super::rows::SoftmaxRows;
+use super::rows::{SoftmaxRows, softmax_rows};
 use crate::cpu::product::dots::Dots;
 use crate::cpu::product::prefetch::PrefetchRows;
 use crate::cpu::product::register_tile::terms_per_step;
@@ -47,9 +47,6 @@ fn tokens_per_block(rows: &HeadRows, group: usize) -> usize {
     tokens.clamp(BLOCK_TOKENS.start, BLOCK_TOKENS.end).next_multiple_of(group)
 }
 
-/// [`attend_tile`], compiled for a level.
-pub type StreamFn = unsafe fn(ItemContext, &Operand, &Operand, &TileSpan);
-
 /// Takes the item's rows through the valid keys of a tile.
 ///
 /// # Safety
@@ -82,7 +79,7 @@ pub unsafe fn attend_tile<V: Vector, const PAIRED: bool>(
         let mut factors = [1.0f32; ITEM_ROWS];
         let scores = |row| scratch.scores.add(row * sizes.tile_keys);
         let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
-        (ctx.call.walks.softmax)(
+        softmax_rows(
             ctx,
             0..item.all_rows(),
             SoftmaxRows { span, computed, exponentials_later: None },

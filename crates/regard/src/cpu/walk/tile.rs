@@ -87,7 +87,7 @@ unsafe fn attend_on_amx<V: Vector, E: Storage>(ctx: ItemContext, work: &TileWork
             }
             amx_tile::attend_rows::<V>(ctx, rows.clone(), work.span, work.prefetch(block));
             if work.flags.write_output {
-                (ctx.call.walks.write_output)(ctx, scratch.output, scratch.states, rows);
+                (ctx.call.write_output)(ctx, scratch.output, scratch.states, rows);
             }
         }
     }

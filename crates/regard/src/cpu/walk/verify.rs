@@ -13,7 +13,7 @@ use super::call::ItemContext;
 use super::item::TileSpan;
 use super::operand::{Operand, RowReader};
 use super::pack::{self, score_depth};
-use super::rows::SoftmaxRows;
+use super::rows::{SoftmaxRows, softmax_rows};
 use super::scratch::padded_rows;
 use super::scratch::{MAX_VERIFY_ROWS as MAX_ROWS, VERIFY_KEYS_PER_BLOCK as KEYS_PER_BLOCK};
 use super::tiling::Tiling;
@@ -112,7 +112,7 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         let mut factors = [1.0f32; ITEM_ROWS];
         let scores = |row| score_row(ctx, row);
         let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
-        (ctx.call.walks.softmax)(
+        softmax_rows(
             ctx,
             0..item.all_rows(),
             SoftmaxRows { span, computed, exponentials_later: None },
