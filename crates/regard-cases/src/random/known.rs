@@ -2,7 +2,7 @@
 //! list of cases cannot hold them: they need outputs with gaps, other plans, or chunks, which only
 //! [`trial`](super::trial()) makes.
 
-use crate::contents::{Contents, Numbers, Slopes};
+use crate::contents::{Contents, Numbers, Sinks, Slopes};
 use crate::place::MemorySpec;
 use crate::spec::{Keys, OffsetSpec, Spec};
 use regard::{DType, Window};
@@ -35,6 +35,10 @@ pub fn known() -> Vec<Spec> {
         let huge = Numbers::Scaled(1000.0);
         let contents = Contents { q: huge, k: huge, v: Numbers::Scaled(1e30) };
         specs.push(Spec { contents, ..spec("huge-operands", dtype, (1, 1), (65, 1)) });
+        // Sinks so far above a stale maximum that the factor of the output is subnormal, and the
+        // output is not: some of many heads.
+        let one = spec("sinks-above-stale-maxima", dtype, (64, 64), (65, 300)).heads(256, 1);
+        specs.push(Spec { sinks: true, sink_kind: Sinks::Large, ..one });
         // Sums of one sign, cut off at every step by a matrix unit.
         let contents = Contents { q: Numbers::Positive, k: Numbers::Positive, v: Numbers::Normal };
         let one = spec("positive-keys", dtype, (576, 1), (1, 19));

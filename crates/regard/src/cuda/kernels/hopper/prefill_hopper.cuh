@@ -5,7 +5,7 @@
 #pragma once
 #include "hopper/pipeline.cuh"
 #include "prefill/prefill_scores.cuh"
-#include "common/epilogue.cuh"
+#include "prefill/output_factors.cuh"
 #include "common/paging.cuh"
 
 // A tile, as the scheduler warp describes it to producers and consumers.

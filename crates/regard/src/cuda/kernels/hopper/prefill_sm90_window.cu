@@ -359,16 +359,18 @@ struct Consumer {
 
     // Adds the sink, normalizes, and writes output and LSE of a head.
     __device__ __forceinline__ void epilogue(const PrefillTile &tile, int head, Sink sink, const State (&states)[2]) {
-        float factor[2];
+        float first[2], second[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int token = tile.first_token + row() + 8 * r;
             bool wants_lse = params.lse.pointer && lane % 4 == 0 && token >= 0 && token < tile.seq.q_len;
             FinalizedRow finalized = finalize_row(params, states[r], sink, 1.0f, wants_lse);
-            factor[r] = finalized.factor;
+            OutputFactors factors = output_factors(params, states[r], sink, 1.0f, finalized);
+            first[r] = factors.first, second[r] = factors.second;
             if (wants_lse) store_lse(params, tile, head, token, finalized.lse);
         }
-        rescale(out, factor);
+        if (first[0] != 1.0f || first[1] != 1.0f) rescale(out, first);
+        rescale(out, second);
         unsigned packed[VALUE_DIM / 4];
         pack_outputs(out, packed);
         store(tile, head, packed);

@@ -189,14 +189,16 @@ template <int N> static __device__ __forceinline__ void finalize_rows(const Atte
                                                                       const PrefillTile &tile, RowPair rows,
                                                                       const State (&states)[2], float scale,
                                                                       float (&out)[N]) {
-    float factor[2];
+    float first[2], second[2];
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool wants_lse = params.lse.pointer && rows.stores_lse && rows.upper + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
-        factor[r] = finalized.factor * scale;
+        OutputFactors factors = output_factors(params, states[r], sink, unit_of(params), finalized);
+        first[r] = factors.first, second[r] = factors.second * scale;
         if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + rows.upper + 8 * r, finalized.lse);
     }
-    rescale(out, factor);
+    if (first[0] != 1.0f || first[1] != 1.0f) rescale(out, first);
+    rescale(out, second);
 }

@@ -11,7 +11,7 @@
 // The specialized kernel (FALLBACK = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
 // and an output of the inputs' type whose rows start at multiples of four elements.
 #include "common/copy.cuh"
-#include "common/epilogue.cuh"
+#include "prefill/output_factors.cuh"
 #include "prefill/tile_loader.cuh"
 #include "prefill/prefill_mma.cuh"
 #include "prefill/prefill_scores.cuh"
@@ -392,13 +392,16 @@ struct Worker {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 int row = row_warp * WARP_ROWS + m * 16 + 8 * r + lane / 4;
-                FinalizedRow finalized = finalize_row(params, {scaled_max(m, r), total(m, r)}, sink, unit_of(params),
-                                                      params.lse.pointer != 0);
-                if constexpr (SCALES_OUTPUT) finalized.factor *= value_scale;
+                State state = {scaled_max(m, r), total(m, r)};
+                FinalizedRow finalized = finalize_row(params, state, sink, unit_of(params), params.lse.pointer != 0);
+                OutputFactors factors = output_factors(params, state, sink, unit_of(params), finalized);
+                if constexpr (SCALES_OUTPUT) factors.second *= value_scale;
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
-                    out[m][v][2 * r] *= finalized.factor;
-                    out[m][v][2 * r + 1] *= finalized.factor;
+                    out[m][v][2 * r] *= factors.first;
+                    out[m][v][2 * r] *= factors.second;
+                    out[m][v][2 * r + 1] *= factors.first;
+                    out[m][v][2 * r + 1] *= factors.second;
                 }
                 if (params.lse.pointer && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
                     store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);
