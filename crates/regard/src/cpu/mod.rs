@@ -212,8 +212,12 @@ fn run_prepared(
     };
     match f32_products {
         Some(compiled) => {
-            let &Compiled { ref products, softmax, write_output, .. } = compiled;
-            let in_place_call = Call { products, softmax, write_output, ..call.clone() };
+            let in_place_call = Call {
+                products: &compiled.products,
+                softmax: compiled.softmax,
+                write_output: compiled.write_output,
+                ..call.clone()
+            };
             let in_place = Some((compiled, &in_place_call));
             runner.run(in_place, cpu.workers, executor);
         }

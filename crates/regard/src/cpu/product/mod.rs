@@ -9,10 +9,11 @@
 //! - [`rows`]: the rows that dots and weighted sums read in place.
 //! - [`amx`]: both products on the matrix unit.
 //!
-//! Inner loops count with indices and use no `zip` or `map`: those are functions of `core` that a
-//! build without LTO (`lto = "off"`) does not inline, which costs up to four fifths of the speed.
+//! Inner loops count with indices and use neither `zip` nor `map` of arrays. A build without LTO
+//! (`lto = "off"`) does not inline these functions of `core`, and loses up to four fifths of its
+//! speed.
 
-#![allow(clippy::needless_range_loop, reason = "see above")]
+#![allow(clippy::needless_range_loop, reason = "a build without LTO does not inline `zip`")]
 
 pub mod amx;
 pub mod convert;

@@ -43,8 +43,8 @@ pub unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, 
     }
 }
 
-/// Evaluates an expression with `E` the call's type of queries. The expression is compiled for each
-/// type, so it holds only what depends on it.
+/// Evaluates an expression with `E` the call's type of queries, in code that has `PAIRED`. The
+/// expression is compiled for each type, so it holds only what depends on it.
 macro_rules! for_queries {
     ($call:expr, $E:ident => $expression:expr) => {
         match $call.problem.dtype {

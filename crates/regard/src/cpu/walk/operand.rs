@@ -128,11 +128,7 @@ impl<'a> Operand<'a> {
 
     /// Keys or values of one tile that was converted to `rows`.
     pub fn converted<const PAIRED: bool>(&self, rows: KeyAddresses<'a>) -> Operand<'a> {
-        let reader = match PAIRED {
-            true => RowReader::in_place::<bf16>(),
-            false => RowReader::in_place::<f32>(),
-        };
-        let reader = RowReader { converted: true, ..reader };
+        let reader = RowReader { converted: true, ..RowReader::of_products::<PAIRED>() };
         Operand { rows, reader, later_rows: Some(self.rows), scales: None }
     }
 
@@ -204,9 +200,14 @@ unsafe fn fill_constant(scales: &KeyAddresses, item: &Item, tile: *mut f32, tile
 }
 
 impl RowReader {
-    /// Rows of type E, read in place.
-    pub fn in_place<E: Storage>() -> RowReader {
-        RowReader { index: E::INDEX, conversion: None, converted: false }
+    /// Rows that are read in place, by the index of their type.
+    pub fn in_place(index: usize) -> RowReader {
+        RowReader { index, conversion: None, converted: false }
+    }
+
+    /// Rows of the type that conversions give to products.
+    fn of_products<const PAIRED: bool>() -> RowReader {
+        RowReader::in_place(if PAIRED { bf16::INDEX } else { f32::INDEX })
     }
 
     /// Rows in codes that are streamed, if the level's products read them in place. Rows that are
@@ -218,7 +219,7 @@ impl RowReader {
             && call.problem.values == Values::Separate;
         // Pairs of bf16 hold no products of codes and scales.
         let index = rows::index(dtype).filter(|_| streamed && !(PAIRED && dtype.is_block()))?;
-        Some(RowReader { index, conversion: None, converted: false })
+        Some(RowReader::in_place(index))
     }
 
     /// Rows of `dim` values of `dtype`, by the conversion `index`. Rows of the type of queries are
@@ -231,22 +232,18 @@ impl RowReader {
     ) -> RowReader {
         let ItemContext { call, scratch, .. } = ctx;
         if index == convert::index(call.problem.dtype) {
-            return RowReader { index, conversion: None, converted: false };
+            return RowReader::in_place(index);
         }
         if let Some(reader) = RowReader::streams::<PAIRED>(ctx, dtype) {
             return reader;
         }
-        let reader = match PAIRED {
-            true => RowReader::in_place::<bf16>(),
-            false => RowReader::in_place::<f32>(),
-        };
         let conversion = Conversion {
             function: call.products.convert[index],
             values: dim,
             to: scratch.converted,
             row_bytes: call.sizes.converted_dim * size_of::<f32>(),
         };
-        RowReader { conversion: Some(conversion), ..reader }
+        RowReader { conversion: Some(conversion), ..RowReader::of_products::<PAIRED>() }
     }
 
     /// Whether products read rows in another type than the queries'.

@@ -73,7 +73,7 @@ pub unsafe fn transpose_queries<V: Vector, const PAIRED: bool>(ctx: ItemContext)
         // SAFETY: the rows hold at least `depth` floats. The packed keys have room for ITEM_ROWS
         // rows.
         unsafe {
-            let reader = RowReader::in_place::<f32>();
+            let reader = RowReader::in_place(f32::INDEX);
             pack::keys::<V, f32>(depth, &reader, rows, 0..item.rows, to, scratch.key_copy);
         }
     }
