@@ -35,10 +35,6 @@ pub fn known() -> Vec<Spec> {
         let huge = Numbers::Scaled(1000.0);
         let contents = Contents { q: huge, k: huge, v: Numbers::Scaled(1e30) };
         specs.push(Spec { contents, ..spec("huge-operands", dtype, (1, 1), (65, 1)) });
-        // Sinks so far above a stale maximum that the factor of the output is subnormal, and the
-        // output is not: some of many heads.
-        let one = spec("sinks-above-stale-maxima", dtype, (64, 64), (65, 300)).heads(256, 1);
-        specs.push(Spec { sinks: true, sink_kind: Sinks::Large, ..one });
         // Sums of one sign, cut off at every step by a matrix unit.
         let contents = Contents { q: Numbers::Positive, k: Numbers::Positive, v: Numbers::Normal };
         let one = spec("positive-keys", dtype, (576, 1), (1, 19));
@@ -49,6 +45,11 @@ pub fn known() -> Vec<Spec> {
             specs.push(Spec { contents, ..one });
         }
     }
+    // Sinks so far above a stale maximum that the factor of the output was subnormal, and the
+    // output was not: some of many heads.
+    let contents = Contents { q: Numbers::Scaled(3.0), ..Contents::default() };
+    let one = spec("sinks-above-stale-maxima", DType::BF16, (8, 8), (129, 300)).heads(256, 1);
+    specs.push(Spec { sinks: true, sink_kind: Sinks::Large, contents, ..one });
     // Rows of a chunk under a window: the warps that share a key depended on the start of the
     // chunk.
     let chunks = [
