@@ -19,7 +19,18 @@ static inline void cp_async_alone(unsigned to, const void *from, int bytes) { cp
 static inline void cp_async_sectors(unsigned to, const void *from, int bytes) { cp_async(to, from, bytes); }
 static inline void cp_async_eight(unsigned to, const void *from, bool present) { emu_copy_later({to, from, present ? 8 : 0, 8}); }
 static inline void cp_async_word(unsigned to, const void *from, bool present) { emu_copy_later({to, from, present ? 4 : 0, 4}); }
-static inline void st_shared_v4(unsigned to, uint4 x) { memcpy(emu_at(to, 16), &x, 16); }
+template <class T> static inline T emu_load(unsigned from) {
+    T x;
+    memcpy(&x, emu_at(from, sizeof x), sizeof x);
+    return x;
+}
+template <class T> static inline void emu_store(unsigned to, T x) { memcpy(emu_at(to, sizeof x), &x, sizeof x); }
+static inline unsigned ld_shared_word(unsigned from) { return emu_load<unsigned>(from); }
+static inline unsigned short ld_shared_half(unsigned from) { return emu_load<unsigned short>(from); }
+static inline uint2 ld_shared_v2(unsigned from) { return emu_load<uint2>(from); }
+static inline uint4 ld_shared_v4(unsigned from) { return emu_load<uint4>(from); }
+static inline void st_shared_word(unsigned to, unsigned word) { emu_store(to, word); }
+static inline void st_shared_v4(unsigned to, uint4 x) { emu_store(to, x); }
 static inline void cp_async_commit() {
     cur->groups.push_back(std::move(cur->open));
     cur->open.clear();

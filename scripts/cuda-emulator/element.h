@@ -116,3 +116,4 @@ static inline float reciprocal(float x) { return 1 / x; }
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
+#define UNLIKELY(condition) (condition)

@@ -146,11 +146,6 @@ static inline void named_barrier_arrive(int id, int n) {
 }
 static inline unsigned long long make_descriptor(unsigned from, unsigned apart) { return from | (unsigned long long)apart << 32; }
 static inline unsigned long long advance_descriptor(unsigned long long descriptor, unsigned bytes) { return descriptor + bytes; }
-static inline uint4 ld_shared_v4(unsigned a) {
-    uint4 x;
-    memcpy(&x, emu_at(a, 16), 16);
-    return x;
-}
 // `place(rows, lane, e)`: where a lane's element e of a matrix goes, whose rows have these slots.
 template <class Place> static inline void emu_stmatrix(unsigned to, const unsigned (&values)[4], Place place) {
     Slot s{};

@@ -1,4 +1,4 @@
-// cp.async copies from global to shared memory, and ldmatrix loads of MMA fragments from there.
+// Shared memory: its loads and stores, cp.async copies to it from global memory, and ldmatrix loads of MMA fragments.
 #pragma once
 
 static __device__ __forceinline__ unsigned shared_address(const void *pointer) {
@@ -28,6 +28,37 @@ static __device__ __forceinline__ void cp_async_eight(unsigned to, const void *f
 // Copies 4 bytes, or writes zeros.
 static __device__ __forceinline__ void cp_async_word(unsigned to, const void *from, bool present) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");
+}
+
+static __device__ __forceinline__ unsigned ld_shared_word(unsigned from) {
+    unsigned word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
+
+static __device__ __forceinline__ unsigned short ld_shared_half(unsigned from) {
+    unsigned short half;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+    return half;
+}
+
+static __device__ __forceinline__ uint2 ld_shared_v2(unsigned from) {
+    uint2 x;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+static __device__ __forceinline__ uint4 ld_shared_v4(unsigned from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
+static __device__ __forceinline__ void st_shared_word(unsigned to, unsigned word) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
 static __device__ __forceinline__ void st_shared_v4(unsigned to, uint4 x) {

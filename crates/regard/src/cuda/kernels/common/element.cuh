@@ -91,3 +91,6 @@ static __device__ __forceinline__ float reciprocal(float x) {
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
+
+// Of a condition: code that rarely runs is laid out behind other code, which so has fewer instructions to fetch.
+#define UNLIKELY(condition) __builtin_expect((condition) ? 1 : 0, 0)

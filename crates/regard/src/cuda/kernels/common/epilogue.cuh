@@ -18,18 +18,35 @@ static __device__ __forceinline__ Sink load_sink(const AttentionParameters &para
     return sink;
 }
 
-// The epilogue of a row: the factor for its output, and its log-sum-exp (LSE).
+// What a row's output is multiplied by, one after the other. Maxima may be stale by RESCALE_THRESHOLD, and outputs that
+// much larger than values: next to a large sink an output may be a normal number where its factor is not, and would be
+// flushed to 0. So that is divided in two.
+struct OutputFactors {
+    float first, second; // `first` is 1 but next to a large sink
+
+    __device__ __forceinline__ float operator()(float x) const { return __fmul_rn(__fmul_rn(x, first), second); }
+};
+
+// The epilogue of a row: the factors of its output, and its log-sum-exp (LSE).
 struct FinalizedRow {
-    float factor, lse;
+    OutputFactors factors;
+    float lse;
 };
 
 // Adds the sink to the sum and normalizes. A row that sees no key has output 0 and the sink as its LSE. The LSE is only
 // computed if `wants_lse`.
 static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink,
                                                             float unit, bool wants_lse) {
-    float left = 1.0f, right;
-    if (params.sinks) state = merge_states(state, State{sink.score, 1.0f}, unit, left, right);
-    FinalizedRow finalized = {state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f, -INF};
+    FinalizedRow finalized = {{1.0f, 1.0f}, -INF};
+    if (UNLIKELY(params.sinks != 0)) {
+        State keys = state;
+        float right;
+        state = merge_states(keys, State{sink.score, 1.0f}, unit, finalized.factors.second, right);
+        // A factor this small: the sum is the sink's, which is 1.
+        if (keys.sum > 0.0f && finalized.factors.second <= 0x1p-64f)
+            finalized.factors = {0x1p-64f, exp2_fast((keys.max - sink.score) * unit + 64.0f)};
+    }
+    finalized.factors.second = state.sum > 0.0f ? finalized.factors.second * reciprocal(state.sum) : 0.0f;
     if (wants_lse && state.sum > 0.0f) {
         float log_sum = log2f(state.sum);
         finalized.lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);

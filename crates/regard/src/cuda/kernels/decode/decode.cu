@@ -145,7 +145,7 @@ struct Worker {
             for (int half = 0; half < 2; half++) {
                 float scale = 1.0f;
                 if (keys_scaled)
-                    scale = __uint_as_float(load_shared_word(scales + (16 * k + 8 * half + (lane >> 2)) * 4));
+                    scale = __uint_as_float(ld_shared_word(scales + (16 * k + 8 * half + (lane >> 2)) * 4));
 #pragma unroll
                 for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll

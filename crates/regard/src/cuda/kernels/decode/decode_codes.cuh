@@ -16,18 +16,6 @@ typedef Element<ElementType::F16> Half;
 // Probabilities are multiplied by 2^this before they are rounded to f16, so that small ones are not subnormal.
 constexpr int PROBABILITY_SHIFT = 15;
 
-static __device__ __forceinline__ unsigned load_shared_word(unsigned from) {
-    unsigned word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-    return word;
-}
-
-static __device__ __forceinline__ unsigned load_shared_half(unsigned from) {
-    unsigned short half;
-    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
-    return half;
-}
-
 // The scale of a block, an f16 in the lower bits.
 static __device__ __forceinline__ float block_scale(unsigned bits) { return Half::to_float((unsigned short)bits); }
 
@@ -212,16 +200,16 @@ struct Products : QueryFragments {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     unsigned at = from + (16 * k + 8 * half) * KEY_PITCH + pair * 2 * BLOCK_BYTES;
-                    unsigned start = load_shared_word(at), middle = load_shared_word(at + CODES);
+                    unsigned start = ld_shared_word(at), middle = ld_shared_word(at + CODES);
                     scales[0][half] = block_scale(start);
                     scales[1][half] = block_scale(middle >> 16);
                     constexpr int LAST = CODES / 16 - 1;
                     if (LAST == 1) {
-                        codes[0][half][0] = load_shared_word(at + 4 + word);
-                        codes[1][half][0] = load_shared_word(at + 4 + CODES + word);
+                        codes[0][half][0] = ld_shared_word(at + 4 + word);
+                        codes[1][half][0] = ld_shared_word(at + 4 + CODES + word);
                     }
-                    codes[0][half][LAST] = __byte_perm(load_shared_word(at + 4 + 16 * LAST + word), start, wrap);
-                    codes[1][half][LAST] = load_shared_word(at + 4 + CODES + 16 * LAST + word);
+                    codes[0][half][LAST] = __byte_perm(ld_shared_word(at + 4 + 16 * LAST + word), start, wrap);
+                    codes[1][half][LAST] = ld_shared_word(at + 4 + CODES + 16 * LAST + word);
                 }
 #pragma unroll
                 for (int block = 0; block < 2; block++) {
@@ -298,7 +286,7 @@ struct Products : QueryFragments {
         for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                scale[k][half] = __uint_as_float(load_shared_word(scales + (16 * k + 8 * half + (lane >> 2)) * 4));
+                scale[k][half] = __uint_as_float(ld_shared_word(scales + (16 * k + 8 * half + (lane >> 2)) * 4));
         Inverses inverses;
         pack_scaled_weights(weights, inverses, probs, scale);
 #pragma unroll
@@ -326,11 +314,11 @@ struct Products : QueryFragments {
             for (int key = 0; key < 2; key++) {
                 unsigned at = from[key] + (16 * k + 8 * half) * VALUE_PITCH + block / 2 * 2 * BLOCK_BYTES;
                 if (CACHE_CLASS == CacheClass::Q4_0) {
-                    codes[half][key] = load_shared_half(at + block % 2 * BLOCK_BYTES + 2 + 2 * eighth);
+                    codes[half][key] = ld_shared_half(at + block % 2 * BLOCK_BYTES + 2 + 2 * eighth);
                 } else if (block % 2) {
-                    codes[half][key] = load_shared_word(at + 4 + BLOCK_BYTES - 2 + 4 * eighth);
+                    codes[half][key] = ld_shared_word(at + 4 + BLOCK_BYTES - 2 + 4 * eighth);
                 } else {
-                    codes[half][key] = __byte_perm(load_shared_word(at + 4 + 4 * eighth), load_shared_word(at),
+                    codes[half][key] = __byte_perm(ld_shared_word(at + 4 + 4 * eighth), ld_shared_word(at),
                                                    eighth == 7 ? 0x7610 : 0x3210);
                 }
             }
@@ -360,7 +348,7 @@ struct Products : QueryFragments {
             unsigned from = start + (key + lane) * VALUE_PITCH + value_shift(lane);
 #pragma unroll
             for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
-                unsigned bits = load_shared_half(from + block * BLOCK_BYTES) & 0x7fff;
+                unsigned bits = ld_shared_half(from + block * BLOCK_BYTES) & 0x7fff;
                 moderate &= bits == 0 || bits - 0x0400 <= 0x6000 - 0x0400; // 2^-14 to 2^9
             }
         }
@@ -381,8 +369,7 @@ struct Products : QueryFragments {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     unsigned at = (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES;
-                    unsigned scales =
-                        __byte_perm(load_shared_half(from[0] + at), load_shared_half(from[1] + at), 0x5410);
+                    unsigned scales = __byte_perm(ld_shared_half(from[0] + at), ld_shared_half(from[1] + at), 0x5410);
 #pragma unroll
                     for (int tile = 0; tile < 2; tile++)
 #pragma unroll
@@ -416,7 +403,7 @@ struct Products : QueryFragments {
 #pragma unroll
                 for (int half = 0; half < 2; half++)
                     scale[k][half] =
-                        block_scale(load_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES));
+                        block_scale(ld_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES));
             Weights weights;
             Inverses inverses;
             pack_scaled_weights(weights, inverses, probs, scale);

@@ -157,12 +157,14 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
     }
     FinalizedRow finalized = finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params),
                                           params.lse.pointer != 0);
+    OutputFactors factors = finalized.factors;
     long long at = out_offset(params, tile, head, token);
     // Added to 0, so that -0 becomes 0: a merge with an empty part does the same, and bits must not depend on one.
     float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++)
-        store_four(params, at, column_of(lane, i), add_four(zero, finalized.factor, done.out[i]), out_type);
+        store_four(params, at, column_of(lane, i),
+                   add_four(zero, factors.second, scale_four(done.out[i], factors.first)), out_type);
     if (params.lse.pointer && lane == 0) store_lse(params, tile, head, token, finalized.lse);
 }
 

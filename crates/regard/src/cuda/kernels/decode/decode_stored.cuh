@@ -2,8 +2,8 @@
 // decode.cu.
 //
 // cp.async copies a K tile's rows as they are stored, and its group of warps waits for them while other groups
-// multiply: one stage for twice the groups is faster than two (docs/perf/cuda.md). Then the rows become f32, in place:
-// a stage has room for f32 rows of keys and of values, and stored rows are at the end of that room, in order. A
+// multiply: one stage and more groups are faster than two stages (docs/perf/cuda.md). Then the rows become f32, in
+// place: a stage has room for f32 rows of keys and of values, and stored rows are at the end of that room, in order. A
 // converted row ends before the stored rows after it begin.
 #pragma once
 #include "common/copy.cuh"
@@ -53,28 +53,6 @@ struct StoredLayout {
 // start, in the lower and the upper half of a word.
 static __device__ __forceinline__ unsigned row_notes(unsigned stage, int row, bool of_keys) {
     return stage + 2 * STORED_SIDE_BYTES + (row + (of_keys ? 0 : TILE_KEYS)) * ROW_NOTE_BYTES;
-}
-
-static __device__ __forceinline__ unsigned load_word(unsigned from) {
-    unsigned word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-    return word;
-}
-
-static __device__ __forceinline__ unsigned short load_half(unsigned from) {
-    unsigned short half;
-    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
-    return half;
-}
-
-static __device__ __forceinline__ uint2 load_notes(unsigned from) {
-    uint2 notes;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(notes.x), "=r"(notes.y) : "r"(from) : "memory");
-    return notes;
-}
-
-static __device__ __forceinline__ void store_word(unsigned to, unsigned word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
 #if LISTS
@@ -157,9 +135,9 @@ static __device__ __forceinline__ void fetch_stored(const Worker &w, unsigned st
         if (mine.scale) {
             cp_async_word(notes, mine.scale, true);
         } else {
-            store_word(notes, __float_as_uint(1.0f));
+            st_shared_word(notes, __float_as_uint(1.0f));
         }
-        store_word(notes + 4, joined ? 0 : ((unsigned)mine.parts[1] & 15) << 16 | ((unsigned)mine.parts[0] & 15));
+        st_shared_word(notes + 4, joined ? 0 : ((unsigned)mine.parts[1] & 15) << 16 | ((unsigned)mine.parts[0] & 15));
     }
     constexpr int LANES = 8, AT_ONCE = 32 / LANES;                       // lanes per row, and rows
     constexpr int ROUNDS = TILE_KEYS / AT_ONCE, WARPS = WARPS_PER_GROUP; // of rows
@@ -240,15 +218,15 @@ struct StoredFour {
         unsigned start = row + (notes.y >> column.note_shift & 0xffff), from = start + column.at;
         shift = from * 8;
         words[2] = words[3] = 0;
-        words[0] = load_word(from & ~3u);
-        words[1] = load_word((from & ~3u) + 4);
-        if (column.format <= CacheFormat::F32) words[2] = load_word((from & ~3u) + 8);
-        if (column.format == CacheFormat::F32) words[3] = load_word((from & ~3u) + 12);
+        words[0] = ld_shared_word(from & ~3u);
+        words[1] = ld_shared_word((from & ~3u) + 4);
+        if (column.format <= CacheFormat::F32) words[2] = ld_shared_word((from & ~3u) + 8);
+        if (column.format == CacheFormat::F32) words[3] = ld_shared_word((from & ~3u) + 12);
         scale = __uint_as_float(notes.x);
         if (HEAD_DIM == 576 && column.has_scale_in_row && column.format < CacheFormat::Q8_0)
-            scale = __uint_as_float(load_word(start + column.scale_at));
+            scale = __uint_as_float(ld_shared_word(start + column.scale_at));
         else if (column.has_scale_in_row)
-            scale = Element<ElementType::F16>::to_float(load_half(start + column.scale_at));
+            scale = Element<ElementType::F16>::to_float(ld_shared_half(start + column.scale_at));
     }
 
     // The first word of elements, and the second.
@@ -330,7 +308,7 @@ convert_stored_rows(const Worker &w, const StoredLayout &layout, unsigned stage,
     for (int row = thread / LANES_PER_ROW; row < TILE_KEYS; row += PASSES * ROWS_AT_ONCE) {
         uint2 notes[PASSES];
 #pragma unroll
-        for (int p = 0; p < PASSES; p++) notes[p] = load_notes(row_notes(stage, row + p * ROWS_AT_ONCE, of_keys));
+        for (int p = 0; p < PASSES; p++) notes[p] = ld_shared_v2(row_notes(stage, row + p * ROWS_AT_ONCE, of_keys));
         StoredFour four[COLUMNS][PASSES];
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
@@ -363,7 +341,7 @@ static __device__ __forceinline__ void clear_tail(unsigned rows, int dims) {
         for (int four = thread % LANES_PER_ROW; four < FOURS; four += LANES_PER_ROW)
 #pragma unroll 1
             for (int dim = max(dims, four * 4); dim < four * 4 + 4; dim++)
-                store_word(swizzle(rows, row, KEY_PITCH, four * 16) + dim % 4 * 4, 0);
+                st_shared_word(swizzle(rows, row, KEY_PITCH, four * 16) + dim % 4 * 4, 0);
 }
 
 // Makes the stored rows of a stage f32.

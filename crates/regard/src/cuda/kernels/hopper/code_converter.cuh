@@ -19,12 +19,6 @@ struct CodeBuffer {
     }
 };
 
-static __device__ __forceinline__ uint2 ld_shared_v2(unsigned from) {
-    uint2 x;
-    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
-    return x;
-}
-
 // Converts ROWS rows of DIM codes, by the 128 threads of a warpgroup. A thread takes 8 codes at a time, a 16-byte chunk
 // of the tile: loads and stores have no bank conflicts. There is one converter warp per warp scheduler, so several
 // loads are in flight before the first is converted.

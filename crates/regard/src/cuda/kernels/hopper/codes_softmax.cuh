@@ -78,15 +78,9 @@ struct Softmax {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             unsigned at = from + (WARP_KEYS * warp + (lane >> 2) + 8 * half) * 4;
-            scales[0][half] = keys_scaled ? load_word(at) : 1.0f;
-            scales[1][half] = values_scaled ? load_word(at + KEYS * 4) : 1.0f;
+            scales[0][half] = keys_scaled ? __uint_as_float(ld_shared_word(at)) : 1.0f;
+            scales[1][half] = values_scaled ? __uint_as_float(ld_shared_word(at + KEYS * 4)) : 1.0f;
         }
-    }
-
-    static __device__ __forceinline__ float load_word(unsigned from) {
-        unsigned word;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-        return __uint_as_float(word);
     }
 
     // Dot products become scores, in units of log2.

@@ -219,15 +219,6 @@ static __device__ __forceinline__ unsigned long long advance_descriptor(unsigned
     return (descriptor & 0xffffffff00000000ull) | ((unsigned)descriptor + (bytes >> 4));
 }
 
-static __device__ __forceinline__ uint4 ld_shared_v4(unsigned from) {
-    uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(from)
-                 : "memory");
-    return x;
-}
-
 static __device__ __forceinline__ void stmatrix_x4(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                  "r"(d)

@@ -106,8 +106,8 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     split.tile.find_row(params, row, head, token);
     FinalizedRow finalized =
         finalize_row(params, {row_max, sum}, load_sink(params, head, 1.0f), 1.0f, params.lse.pointer != 0);
-    store_four(params, out_offset(params, split.tile, head, token), 4 * column, scale_four(out, finalized.factor),
-               element_out_type(params));
+    out = scale_four(scale_four(out, finalized.factors.first), finalized.factors.second);
+    store_four(params, out_offset(params, split.tile, head, token), 4 * column, out, element_out_type(params));
     if (params.lse.pointer && column == 0) store_lse(params, split.tile, head, token, finalized.lse);
 }
 

@@ -102,7 +102,8 @@ struct Consumer {
         return out_offset(params, piece.tile, head, token);
     }
 
-    // A row's state at the end of a piece: to the workspace, or into the LSE. Returns the factor of its outputs.
+    // A row's state at the end of a piece: to the workspace, or into the LSE. Returns the factor of its outputs,
+    // which is subnormal, but not 0, next to a large sink: two factors would be code that short calls fetch in vain.
     __device__ __forceinline__ float finish_row(const Piece &piece, int row_of_cta, State state, bool stores) const {
         int row = first_row_of_cta() + row_of_cta;
         if (row >= piece.tile.rows) return 1.0f;
@@ -112,7 +113,7 @@ struct Consumer {
             FinalizedRow finalized =
                 finalize_row(params, state, load_sink(params, head, 1.0f), 1.0f, params.lse.pointer != 0);
             if (params.lse.pointer && stores) store_lse(params, piece.tile, head, token, finalized.lse);
-            return finalized.factor;
+            return finalized.factors.first * finalized.factors.second;
         }
         if (stores) {
             PartialTile partial = partial_tile(piece);

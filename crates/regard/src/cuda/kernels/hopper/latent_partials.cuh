@@ -6,6 +6,7 @@
 // these is between 2^14 and 2^15. Outputs down to 2^-29 of the largest are rounded to 11 bits, as probabilities are in
 // f16; in bf16 these have 8. 16 rows have f32.
 #pragma once
+#include "common/formats.cuh"
 #include "decode/decode_combine.cuh"
 #include "hopper/latent_shape.cuh"
 
@@ -51,19 +52,6 @@ struct PartialTile {
     // Four outputs, still in that unit.
     __device__ __forceinline__ PartialFour four(int row, int column) const {
         return __ldcg((const PartialFour *)(outputs(row) + column));
-    }
-};
-
-// The unit of outputs of which the largest is given, and what makes them multiples of it.
-struct PartialUnit {
-    float unit, factor;
-
-    explicit __device__ __forceinline__ PartialUnit(float largest) {
-        // Of floats that are powers of two the bits are exponents. The smallest unit is 2^-126.
-        constexpr unsigned EXPONENT = 1 << 23, MASK = 255 * EXPONENT;
-        unsigned bits = max(__float_as_uint(largest) & MASK, 15 * EXPONENT) - 14 * EXPONENT;
-        unit = __uint_as_float(bits);
-        factor = __uint_as_float(254 * EXPONENT - bits);
     }
 };
 

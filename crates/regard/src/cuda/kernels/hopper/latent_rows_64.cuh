@@ -402,10 +402,11 @@ struct RowConsumer : Consumer {
                 }
 #pragma unroll
             for (int step = 1; step < 4; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-            PartialUnit unit(largest);
-            factor[h] = unit.factor;
+            WeightScale power = weight_scale(largest);
+            factor[h] = power.factor;
             int own_row = first_row_of_cta() + row(h);
-            if (lane % 4 == 0 && own_row < piece.tile.rows) *partial_tile(piece).unit(warpgroup, own_row) = unit.unit;
+            if (lane % 4 == 0 && own_row < piece.tile.rows)
+                *partial_tile(piece).unit(warpgroup, own_row) = power.inverse;
         }
     }
 

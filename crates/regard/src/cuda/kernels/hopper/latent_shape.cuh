@@ -13,9 +13,6 @@
 
 namespace latent {
 
-// Of a condition: code that rarely runs is laid out behind the loop, which so has fewer instructions to fetch.
-#define UNLIKELY(condition) __builtin_expect((condition) ? 1 : 0, 0)
-
 constexpr int ROWS = TILE_ROWS / CTAS_PER_TILE; // of this CTA
 constexpr int KEYS = 64;                        // of a K tile
 constexpr int SUBTILE_BYTES = KEYS * 128;       // 64 dims of a K tile

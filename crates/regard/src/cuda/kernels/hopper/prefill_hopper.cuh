@@ -3,9 +3,9 @@
 //
 // From the module: ELEMENT_TYPE, FALLBACK.
 #pragma once
+#include "common/epilogue.cuh"
 #include "hopper/pipeline.cuh"
 #include "prefill/prefill_scores.cuh"
-#include "prefill/output_factors.cuh"
 #include "common/paging.cuh"
 
 // A tile, as the scheduler warp describes it to producers and consumers.

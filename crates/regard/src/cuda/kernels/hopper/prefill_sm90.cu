@@ -277,7 +277,7 @@ struct Consumer : SoftmaxWarpgroup {
 #pragma unroll 1
             for (int i = threadIdx.x % 128; i < rows * (VALUE_DIM / 8); i += 128) {
                 int row = i / (VALUE_DIM / 8), chunk = i % (VALUE_DIM / 8);
-                store_8(params, tile, 64 * warpgroup + row, 8 * chunk, hopper::ld_shared_v4(to.chunk(row, chunk)));
+                store_8(params, tile, 64 * warpgroup + row, 8 * chunk, ld_shared_v4(to.chunk(row, chunk)));
             }
         } else if (warp == 0 && lane == 0) {
 #pragma unroll 1

@@ -365,8 +365,7 @@ struct Consumer {
             int token = tile.first_token + row() + 8 * r;
             bool wants_lse = params.lse.pointer && lane % 4 == 0 && token >= 0 && token < tile.seq.q_len;
             FinalizedRow finalized = finalize_row(params, states[r], sink, 1.0f, wants_lse);
-            OutputFactors factors = output_factors(params, states[r], sink, 1.0f, finalized);
-            first[r] = factors.first, second[r] = factors.second;
+            first[r] = finalized.factors.first, second[r] = finalized.factors.second;
             if (wants_lse) store_lse(params, tile, head, token, finalized.lse);
         }
         if (first[0] != 1.0f || first[1] != 1.0f) rescale(out, first);
@@ -400,7 +399,7 @@ struct Consumer {
                 int row = i / (VALUE_DIM / 8), chunk = i % (VALUE_DIM / 8), token = tile.first_token + row;
                 if (token < 0) continue;
                 unsigned short *out = (unsigned short *)params.out.pointer + out_offset(params, tile, head, token);
-                *(uint4 *)(out + 8 * chunk) = hopper::ld_shared_v4(to.chunk(row, chunk));
+                *(uint4 *)(out + 8 * chunk) = ld_shared_v4(to.chunk(row, chunk));
             }
         } else if (warp == 0 && lane == 0) {
             hopper::tma_store(maps.out, to.address,

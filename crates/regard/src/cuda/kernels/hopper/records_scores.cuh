@@ -53,7 +53,7 @@ struct RecordScores : ScoreWarpgroup {
             float most = 0.0f;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                uint4 x = hopper::ld_shared_v4(at[i]);
+                uint4 x = ld_shared_v4(at[i]);
                 pairs[4 * i] = x.x, pairs[4 * i + 1] = x.y, pairs[4 * i + 2] = x.z, pairs[4 * i + 3] = x.w;
             }
 #pragma unroll
@@ -90,7 +90,7 @@ struct RecordScores : ScoreWarpgroup {
 
     // The scales of a key, by chunk. `record`: its address.
     static __device__ __forceinline__ void load_scales(float (&x)[TILE_CHUNKS], unsigned record) {
-        uint4 words = hopper::ld_shared_v4(record + SCALES_BYTE);
+        uint4 words = ld_shared_v4(record + SCALES_BYTE);
         x[0] = __uint_as_float(words.x), x[1] = __uint_as_float(words.y);
         x[2] = __uint_as_float(words.z), x[3] = __uint_as_float(words.w);
     }

@@ -195,8 +195,7 @@ template <int N> static __device__ __forceinline__ void finalize_rows(const Atte
     for (int r = 0; r < 2; r++) {
         bool wants_lse = params.lse.pointer && rows.stores_lse && rows.upper + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
-        OutputFactors factors = output_factors(params, states[r], sink, unit_of(params), finalized);
-        first[r] = factors.first, second[r] = factors.second * scale;
+        first[r] = finalized.factors.first, second[r] = finalized.factors.second * scale;
         if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + rows.upper + 8 * r, finalized.lse);
     }
     if (first[0] != 1.0f || first[1] != 1.0f) rescale(out, first);

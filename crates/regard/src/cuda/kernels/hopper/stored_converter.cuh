@@ -42,22 +42,6 @@ static __device__ __forceinline__ uint4 scale_eight(uint4 pairs, float scale) {
     return make_uint4(product(pairs.x), product(pairs.y), product(pairs.z), product(pairs.w));
 }
 
-static __device__ __forceinline__ unsigned ld_shared_word(unsigned from) {
-    unsigned word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-    return word;
-}
-
-static __device__ __forceinline__ unsigned short ld_shared_half(unsigned from) {
-    unsigned short half;
-    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
-    return half;
-}
-
-static __device__ __forceinline__ void st_shared_word(unsigned to, unsigned word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
-}
-
 // Eight elements of each block of 32 of a row, as they are stored: a quarter of the blocks. MAPPED: rows start at
 // multiples of 16 bytes, or of 4 if they are of blocks.
 template <CacheFormat FORMAT, bool MAPPED, int BLOCK_COUNT> struct StoredEights {
@@ -87,7 +71,7 @@ template <CacheFormat FORMAT, bool MAPPED, int BLOCK_COUNT> struct StoredEights 
 #pragma unroll
                 for (int w = 0; w < WORDS + 1; w++) words[b][w] = ld_shared_word(from + 4 * w);
             } else if constexpr (IS_FLOAT) {
-                uint4 all = hopper::ld_shared_v4(mine + at);
+                uint4 all = ld_shared_v4(mine + at);
                 words[b][0] = all.x, words[b][1] = all.y, words[b][2] = all.z, words[b][3] = all.w;
             } else if (!IS_BLOCK) {
                 uint2 both = ld_shared_v2(mine + at);
@@ -300,7 +284,7 @@ struct StoredConverter {
         unsigned to = rows.start(base, stage) + first_row() * rows.pitch + quarter() * 16;
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
-            uint4 note = hopper::ld_shared_v4(rows.note(base, stage, first_row() + i * ROWS));
+            uint4 note = ld_shared_v4(rows.note(base, stage, first_row() + i * ROWS));
             int left = (note.x & 15) + rows.bytes - quarter() * 16;
             const unsigned char *from =
                 (const unsigned char *)((unsigned long long)note.y << 32 | (note.x & ~15u)) + quarter() * 16;
@@ -343,7 +327,7 @@ struct StoredConverter {
                 int i = first + n;
                 uint4 note = {};
                 if (!MAPPED || has_scales(FORMAT))
-                    note = hopper::ld_shared_v4(rows.note(base, stored.index, first_row() + i * ROWS));
+                    note = ld_shared_v4(rows.note(base, stored.index, first_row() + i * ROWS));
                 eights[n].load(start + i * ROWS * rows.pitch + (MAPPED ? 0 : note.x & 15), quarter());
                 eights[n].factor = __uint_as_float(note.z);
             }

@@ -163,10 +163,8 @@ struct Products {
                     unsigned place =
                         swizzle<PROB_PITCH>(at, (lane >> 2) + 8 * half, step * STEP_BYTES + (lane & 2) * 8) +
                         (lane & 1) * 8;
-                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
-                                 : "=r"(bits[half]), "=r"(bits[2 + half])
-                                 : "r"(place)
-                                 : "memory");
+                    uint2 pair = ld_shared_v2(place);
+                    bits[half] = pair.x, bits[2 + half] = pair.y;
                 }
             } else {
                 ldmatrix_x4(bits,
@@ -199,7 +197,7 @@ struct Products {
                         asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(place), "f"(x), "f"(y) : "memory");
                     } else {
                         unsigned place = swizzle<PROB_PITCH>(probs, row, at) + (lane & 3) * 4;
-                        asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(E::pack(x, y)) : "memory");
+                        st_shared_word(place, E::pack(x, y));
                     }
                 }
     }
@@ -237,14 +235,9 @@ struct Products {
 #pragma unroll
                         for (int n = 0; n < AT_ONCE; n++) {
                             int at = first + (v + n) * 32 + (lane >> 2) * 4;
-                            unsigned from = rows + (step + i) * 8 * VALUE_PITCH, b0, b1;
-                            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b0) : "r"(from + (at ^ even)) : "memory");
-                            asm volatile("ld.shared.u32 %0, [%1];"
-                                         : "=r"(b1)
-                                         : "r"(from + VALUE_PITCH + (at ^ odd))
-                                         : "memory");
+                            unsigned from = rows + (step + i) * 8 * VALUE_PITCH;
                             OperandB b;
-                            b.set(b0, b1);
+                            b.set(ld_shared_word(from + (at ^ even)), ld_shared_word(from + VALUE_PITCH + (at ^ odd)));
 #pragma unroll
                             for (int m = 0; m < MMA_ROW_TILES; m++) mma(part[m][n], a[i][m], b);
                         }

@@ -11,13 +11,12 @@
 // The specialized kernel (FALLBACK = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
 // and an output of the inputs' type whose rows start at multiples of four elements.
 #include "common/copy.cuh"
-#include "prefill/output_factors.cuh"
+#include "common/epilogue.cuh"
 #include "prefill/tile_loader.cuh"
 #include "prefill/prefill_mma.cuh"
 #include "prefill/prefill_scores.cuh"
 #include "prefill/prefill_shape.cuh"
 #include "prefill/tile_scheduler.cuh"
-#include "common/state.cuh"
 
 struct Shared {
     TileOperands tiles[3]; // the previous tile, which may still be in its epilogue; this one; the next
@@ -394,14 +393,12 @@ struct Worker {
                 int row = row_warp * WARP_ROWS + m * 16 + 8 * r + lane / 4;
                 State state = {scaled_max(m, r), total(m, r)};
                 FinalizedRow finalized = finalize_row(params, state, sink, unit_of(params), params.lse.pointer != 0);
-                OutputFactors factors = output_factors(params, state, sink, unit_of(params), finalized);
+                OutputFactors factors = finalized.factors;
                 if constexpr (SCALES_OUTPUT) factors.second *= value_scale;
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
-                    out[m][v][2 * r] *= factors.first;
-                    out[m][v][2 * r] *= factors.second;
-                    out[m][v][2 * r + 1] *= factors.first;
-                    out[m][v][2 * r + 1] *= factors.second;
+                    out[m][v][2 * r] = factors(out[m][v][2 * r]);
+                    out[m][v][2 * r + 1] = factors(out[m][v][2 * r + 1]);
                 }
                 if (params.lse.pointer && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
                     store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);

@@ -1,6 +1,6 @@
 // Merges what each row has of its prefix (the splits of a work item) and of its own keys (decode) into its result.
 #pragma once
-#include "prefill/output_factors.cuh"
+#include "common/epilogue.cuh"
 #include "prefill/prefix_schedule.cuh"
 
 constexpr int MERGE_FLOAT4S = (VALUE_DIM + 127) / 128;
@@ -136,11 +136,10 @@ static __device__ __forceinline__ void merge_row(const AttentionParameters &para
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     FinalizedRow finalized = finalize_row(params, {most, sum}, sink, unit, lse != nullptr);
-    OutputFactors factors = output_factors(params, {most, sum}, sink, unit, finalized);
 #pragma unroll
     for (int i = 0; i < MERGE_FLOAT4S; i++) {
         int column = 4 * lane + 128 * i;
-        float4 value = scale_four(scale_four(out[i], factors.first), factors.second);
+        float4 value = scale_four(scale_four(out[i], finalized.factors.first), finalized.factors.second);
         if (column < params.value_dim) store_merged(params, at, column, value);
     }
     if (lse && lane == 0) *lse = finalized.lse;
