@@ -27,8 +27,8 @@ pub struct Compiled {
 /// [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether bf16 are multiplied in pairs. There
 /// are as many widths as in `product::shapes::WIDTHS`: a level without the last width repeats the
 /// width before, and the repeated entry is never called. `reads`: the formats that products read in
-/// place (f32, f16, bf16, i8, q8_0, q4_0); a level that does not read one repeats another. Pairs
-/// are of bf16 or i8.
+/// place (f32, f16, bf16, i8, q8_0, q4_0, e4m3); a level that does not read one repeats another.
+/// Pairs are of bf16, i8 or e4m3.
 macro_rules! compile {
     (
         $(features: $features:literal,)?
@@ -37,7 +37,7 @@ macro_rules! compile {
         dots: $dots:literal,
         paired: $paired:literal,
         reads_codes: $reads_codes:literal,
-        reads: [$f32:ty, $f16:ty, $bf16:ty, $i8:ty, $q8_0:ty, $q4_0:ty]
+        reads: [$f32:ty, $f16:ty, $bf16:ty, $i8:ty, $q8_0:ty, $q4_0:ty, $e4m3:ty]
     ) => {
         use crate::cpu::product::convert::{Codes, Format};
         use crate::cpu::product::dots::Dots;
@@ -120,6 +120,7 @@ macro_rules! compile {
                     compile!(@dots $i8, $dots),
                     compile!(@dots $q8_0, $dots),
                     compile!(@dots $q4_0, $dots),
+                    compile!(@dots $e4m3, $dots),
                 ],
                 weighted: [
                     compile!(@weighted $f32, $widths),
@@ -128,6 +129,7 @@ macro_rules! compile {
                     compile!(@weighted $i8, $widths),
                     compile!(@weighted $q8_0, $widths),
                     compile!(@weighted $q4_0, $widths),
+                    compile!(@weighted $e4m3, $widths),
                 ],
                 reads_codes: $reads_codes,
                 convert: [
@@ -192,7 +194,7 @@ pub mod scalar {
     use half::{bf16, f16};
     compile!(
         vector: Scalar, widths: [1 2 2], dots: 8, paired: false,
-        reads_codes: false, reads: [f32, f16, bf16, f32, f32, f32]
+        reads_codes: false, reads: [f32, f16, bf16, f32, f32, f32, f32]
     );
 }
 
@@ -204,7 +206,7 @@ pub mod neon {
     compile!(
         features: "neon",
         vector: Neon, widths: [1 2 4], dots: 16, paired: false,
-        reads_codes: false, reads: [f32, f16, bf16, f32, f32, f32]
+        reads_codes: false, reads: [f32, f16, bf16, f32, f32, f32, f32]
     );
 }
 
@@ -212,12 +214,12 @@ pub mod neon {
 #[cfg(target_arch = "x86_64")]
 pub mod avx2 {
     use crate::cpu::vector::avx2::Avx2;
-    use crate::format::{BlockQ4_0, BlockQ8_0};
+    use crate::format::{BlockQ4_0, BlockQ8_0, E4m3};
     use half::{bf16, f16};
     compile!(
         features: "avx2,fma,f16c",
         vector: Avx2, widths: [1 2 2], dots: 8, paired: false,
-        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0]
+        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0, E4m3]
     );
 }
 
@@ -225,12 +227,12 @@ pub mod avx2 {
 #[cfg(target_arch = "x86_64")]
 pub mod avx512 {
     use crate::cpu::vector::avx512::Avx512;
-    use crate::format::{BlockQ4_0, BlockQ8_0};
+    use crate::format::{BlockQ4_0, BlockQ8_0, E4m3};
     use half::{bf16, f16};
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
         vector: Avx512, widths: [1 2 4], dots: 16, paired: false,
-        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0]
+        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0, E4m3]
     );
 }
 
@@ -238,10 +240,11 @@ pub mod avx512 {
 #[cfg(target_arch = "x86_64")]
 pub mod avx512_bf16 {
     use crate::cpu::vector::avx512::Avx512;
+    use crate::format::E4m3;
     use half::bf16;
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c",
         vector: Avx512, widths: [1 2 4], dots: 16, paired: true,
-        reads_codes: true, reads: [bf16, bf16, bf16, i8, bf16, bf16]
+        reads_codes: true, reads: [bf16, bf16, bf16, i8, bf16, bf16, E4m3]
     );
 }

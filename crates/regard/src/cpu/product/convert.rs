@@ -138,7 +138,13 @@ macro_rules! format_of_single_values {
 format_of_single_values!(f32, V::load, std::convert::identity);
 format_of_single_values!(half::f16, V::load_f16, half::f16::to_f32);
 format_of_single_values!(bf16, V::load_bf16, bf16::to_f32);
-format_of_single_values!(E4m3, V::load_e4m3, E4m3::to_f32, V::load_e4m3_row, V::load_e4m3_pairs);
+format_of_single_values!(
+    E4m3,
+    V::load_e4m3,
+    E4m3::to_f32,
+    V::convert_e4m3_row,
+    V::convert_e4m3_pairs
+);
 format_of_single_values!(E5m2, V::load_e5m2, E5m2::to_f32);
 format_of_single_values!(i8, V::load_i8, f32::from);
 

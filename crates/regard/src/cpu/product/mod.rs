@@ -43,9 +43,9 @@ pub struct ProductTable {
     pub output: RegisterTiles<ProductFn>,
     /// `[element type][rows - 1]`. [`Storage::INDEX`](super::vector::Storage::INDEX) and
     /// [`rows::index`] number the types.
-    pub dots: [[DotsFn; MAX_DOT_ROWS]; 6],
+    pub dots: [[DotsFn; MAX_DOT_ROWS]; 7],
     /// `[element type]`.
-    pub weighted: [RegisterTiles<WeightedFn>; 6],
+    pub weighted: [RegisterTiles<WeightedFn>; 7],
     /// Whether they have the types that [`rows::index`] numbers.
     pub reads_codes: bool,
     /// `[storage type]`, numbered by [`convert::index`] and [`convert::index_of_codes`].

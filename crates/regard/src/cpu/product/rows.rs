@@ -3,7 +3,7 @@
 
 use crate::cpu::vector::Vector;
 use crate::dtype::DType;
-use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0};
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3};
 use half::{bf16, f16};
 use std::mem::offset_of;
 
@@ -65,6 +65,29 @@ macro_rules! floats {
 floats!(f32, load);
 floats!(f16, load_f16);
 floats!(bf16, load_bf16);
+
+impl RowFormat for E4m3 {
+    #[inline(always)]
+    unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
+        // SAFETY: same contract.
+        unsafe { V::load_e4m3(row.cast::<E4m3>().add(first)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
+        // SAFETY: same contract.
+        unsafe { V::load_e4m3_pairs(row.cast::<E4m3>().add(first), count) }
+    }
+
+    #[inline(always)]
+    unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
+        for (n, to) in to.iter_mut().enumerate() {
+            let at = |row: *const u8| row.cast::<E4m3>().wrapping_add(first + n * V::LANES);
+            // SAFETY: same contract.
+            *to = unsafe { V::interleave_e4m3(at(rows[0]), at(rows[1])) };
+        }
+    }
+}
 
 impl RowFormat for i8 {
     #[inline(always)]
@@ -143,6 +166,7 @@ pub fn index(dtype: DType) -> Option<usize> {
         DType::I8 => Some(3),
         DType::Q8_0 => Some(4),
         DType::Q4_0 => Some(5),
+        DType::E4M3 => Some(6),
         _ => None,
     }
 }

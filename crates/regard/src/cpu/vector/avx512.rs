@@ -91,16 +91,16 @@ impl Vector for Avx512 {
         Avx512(_mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0)))
     }
     #[inline(always)]
-    unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
+    unsafe fn convert_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
         match avx512_vbmi::is_available() {
-            true => avx512_vbmi::load_e4m3_row(from, to, count),
+            true => avx512_vbmi::convert_e4m3_row(from, to, count),
             false => 0,
         }
     }
     #[inline(always)]
-    unsafe fn load_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
+    unsafe fn convert_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
         match avx512_vbmi::is_available() {
-            true => avx512_vbmi::load_e4m3_pairs(from, to, count),
+            true => avx512_vbmi::convert_e4m3_pairs(from, to, count),
             false => 0,
         }
     }
@@ -363,6 +363,19 @@ impl Vector for Avx512 {
         Avx512(avx512_bf16::join(low, high))
     }
     #[inline(always)]
+    unsafe fn load_e4m3_pairs(from: *const E4m3, count: usize) -> Self {
+        let codes = match count {
+            32 => _mm256_loadu_si256(from.cast()),
+            _ => _mm256_zextsi128_si256(_mm_loadu_si128(from.cast())),
+        };
+        e4m3_as_bf16(codes)
+    }
+    #[inline(always)]
+    unsafe fn interleave_e4m3(low: *const E4m3, high: *const E4m3) -> Self {
+        let (low, high) = (_mm_loadu_si128(low.cast()), _mm_loadu_si128(high.cast()));
+        e4m3_as_bf16(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high)))
+    }
+    #[inline(always)]
     unsafe fn interleave_exact(low: Self, high: Self) -> Self {
         let (low, high) = (_mm512_castps_si512(low.0), _mm512_castps_si512(high.0));
         let low = _mm512_srli_epi32::<16>(low);
@@ -370,6 +383,44 @@ impl Vector for Avx512 {
         let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
         Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper)))
     }
+}
+
+/// The value of each nonnegative e4m3 code as bf16.
+pub(super) static E4M3_AS_BF16: [u16; 128] = {
+    let mut values = [0; 128];
+    let mut code = 0;
+    while code < 128 {
+        let (exponent, mantissa) = (code >> 3, code & 7);
+        values[code as usize] = match (exponent, mantissa) {
+            (15, 7) => 0x7fc0,
+            (0, 0) => 0,
+            // Subnormal: mantissa * 2^-9, normal as bf16.
+            (0, 1) => 118 << 7,
+            (0, 2..4) => 119 << 7 | (mantissa - 2) << 6,
+            (0, _) => 120 << 7 | (mantissa - 4) << 5,
+            _ => (exponent + 120) << 7 | mantissa << 4,
+        };
+        code += 1;
+    }
+    values
+};
+
+/// 32 e4m3 codes as bf16, looked up in four registers.
+///
+/// # Safety
+/// The CPU has AVX-512BW.
+#[inline(always)]
+unsafe fn e4m3_as_bf16(codes: __m256i) -> Avx512 {
+    let part = |i: usize| _mm512_loadu_si512(E4M3_AS_BF16.as_ptr().add(32 * i).cast());
+    let codes = _mm512_cvtepi8_epi16(codes);
+    // Only the low six bits of an index count.
+    let small = _mm512_permutex2var_epi16(part(0), codes, part(1));
+    let large = _mm512_permutex2var_epi16(part(2), codes, part(3));
+    let is_large = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
+    let magnitude = _mm512_mask_mov_epi16(small, is_large, large);
+    // magnitude | (codes & sign)
+    let sign = _mm512_set1_epi16(i16::MIN);
+    Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(magnitude, codes, sign)))
 }
 
 #[cfg(test)]
@@ -383,6 +434,37 @@ mod tests {
         // SAFETY: this function enables the features.
         unsafe { Avx512::load(x.as_ptr()).exp4().store(results.as_mut_ptr()) };
         results
+    }
+
+    /// 32 codes as pairs, and as what two rows of 16 interleave to.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    unsafe fn pairs(codes: &[E4m3; 32]) -> [[bf16; 32]; 2] {
+        let mut found = [[bf16::ZERO; 32]; 2];
+        // SAFETY: this function enables the features; both arrays have 32 elements.
+        unsafe {
+            let (low, high) = (codes.as_ptr(), codes.as_ptr().add(16));
+            Avx512::load_e4m3_pairs(low, 32).store(found[0].as_mut_ptr().cast());
+            Avx512::interleave_e4m3(low, high).store(found[1].as_mut_ptr().cast());
+        }
+        found
+    }
+
+    #[test]
+    fn every_e4m3_code_is_its_value_in_a_pair() {
+        if !is_x86_feature_detected!("avx512dq") || !is_x86_feature_detected!("avx512bw") {
+            eprintln!("skipped: this CPU has no AVX-512");
+            return;
+        }
+        for first in (0..=255u8).step_by(32) {
+            let codes = std::array::from_fn(|i| E4m3::from_bits(first + i as u8));
+            let expected = codes.map(|code: E4m3| bf16::from_f32(code.to_f32()).to_bits());
+            // SAFETY: the CPU has the features that were checked, and the others come with them.
+            let [row, interleaved] = unsafe { pairs(&codes) };
+            for i in 0..32 {
+                assert_eq!(row[i].to_bits(), expected[i], "code {}", first + i as u8);
+                assert_eq!(interleaved[i].to_bits(), expected[i / 2 + i % 2 * 16]);
+            }
+        }
     }
 
     #[test]

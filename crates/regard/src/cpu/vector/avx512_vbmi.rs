@@ -1,27 +1,17 @@
 //! The AVX512_VBMI instructions that the [`Avx512`](super::avx512::Avx512) vector uses if the CPU
 //! has them: VPERMI2B looks 64 bytes up in a table of 128.
 
+use super::avx512::E4M3_AS_BF16;
 use crate::format::E4m3;
 use half::bf16;
 use std::arch::x86_64::*;
 
 /// The upper and the lower byte of each nonnegative e4m3 code's value as bf16.
-static E4M3_AS_BF16: [[u8; 128]; 2] = {
+static E4M3_BYTES: [[u8; 128]; 2] = {
     let mut bytes = [[0; 128]; 2];
     let mut code = 0;
     while code < 128 {
-        let (exponent, mantissa) = (code >> 3, code & 7);
-        let bits: u16 = match (exponent, mantissa) {
-            (15, 7) => 0x7fc0,
-            (0, 0) => 0,
-            // Subnormal: mantissa * 2^-9, normal as bf16.
-            (0, 1) => 118 << 7,
-            (0, 2..4) => 119 << 7 | (mantissa - 2) << 6,
-            (0, _) => 120 << 7 | (mantissa - 4) << 5,
-            _ => (exponent + 120) << 7 | mantissa << 4,
-        };
-        bytes[0][code as usize] = (bits >> 8) as u8;
-        bytes[1][code as usize] = bits as u8;
+        [bytes[0][code], bytes[1][code]] = E4M3_AS_BF16[code].to_be_bytes();
         code += 1;
     }
     bytes
@@ -44,10 +34,10 @@ pub fn is_available() -> bool {
 /// # Safety
 /// The CPU has AVX512_VBMI; `from` and `to` hold `count` elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
+pub unsafe fn convert_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
     // SAFETY: groups of 64 inside the row.
     unsafe {
-        let [high_bytes, low_bytes] = &E4M3_AS_BF16;
+        let [high_bytes, low_bytes] = &E4M3_BYTES;
         let high_first = _mm512_loadu_si512(high_bytes.as_ptr().cast());
         let high_second = _mm512_loadu_si512(high_bytes.as_ptr().add(64).cast());
         let low_first = _mm512_loadu_si512(low_bytes.as_ptr().cast());
@@ -78,10 +68,10 @@ pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> us
 /// # Safety
 /// The CPU has AVX512_VBMI; `from` and `to` hold `count` elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub unsafe fn load_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
+pub unsafe fn convert_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
     // SAFETY: groups of 64 inside the row.
     unsafe {
-        let [high_bytes, low_bytes] = &E4M3_AS_BF16;
+        let [high_bytes, low_bytes] = &E4M3_BYTES;
         let high_first = _mm512_loadu_si512(high_bytes.as_ptr().cast());
         let high_second = _mm512_loadu_si512(high_bytes.as_ptr().add(64).cast());
         let low_first = _mm512_loadu_si512(low_bytes.as_ptr().cast());
@@ -116,7 +106,7 @@ mod tests {
         let codes: Vec<E4m3> = (0..=255).map(E4m3::from_bits).collect();
         let mut values = [0.0f32; 256];
         // SAFETY: the CPU has the instructions; both hold 256 elements.
-        assert_eq!(unsafe { load_e4m3_row(codes.as_ptr(), values.as_mut_ptr(), 256) }, 256);
+        assert_eq!(unsafe { convert_e4m3_row(codes.as_ptr(), values.as_mut_ptr(), 256) }, 256);
         for (code, value) in codes.iter().zip(values) {
             let expected = code.to_f32();
             let same = expected.to_bits() == value.to_bits();
@@ -135,7 +125,7 @@ mod tests {
                 (0..=255u8).map(|i| E4m3::from_bits(i.wrapping_mul(step))).collect();
             let mut found = [bf16::ONE; 300];
             // SAFETY: the CPU has the instructions; both hold 256 elements.
-            let count = unsafe { load_e4m3_pairs(codes.as_ptr(), found.as_mut_ptr(), 256) };
+            let count = unsafe { convert_e4m3_pairs(codes.as_ptr(), found.as_mut_ptr(), 256) };
             assert_eq!((count, &found[256..]), (256, &[bf16::ONE; 44][..]));
             for (code, found) in codes.iter().zip(found) {
                 // Exact; NaN keeps its sign and is quiet.
@@ -144,7 +134,7 @@ mod tests {
             }
             let mut some = [bf16::ONE; 80];
             // SAFETY: as above. Only whole groups of 64 are converted.
-            let count = unsafe { load_e4m3_pairs(codes.as_ptr(), some.as_mut_ptr(), 80) };
+            let count = unsafe { convert_e4m3_pairs(codes.as_ptr(), some.as_mut_ptr(), 80) };
             assert_eq!((count, &some[64..]), (64, &[bf16::ONE; 16][..]));
         }
     }

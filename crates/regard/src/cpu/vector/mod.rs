@@ -110,6 +110,14 @@ pub trait Vector: Copy {
     unsafe fn interleave_exact(_low: Self, _high: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
+    /// [`Vector::load_pairs`] of e4m3 codes, which are exact in bf16.
+    unsafe fn load_e4m3_pairs(_from: *const E4m3, _count: usize) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// [`Vector::interleave`] of e4m3 codes.
+    unsafe fn interleave_e4m3(_low: *const E4m3, _high: *const E4m3) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
 
     /// One half-precision number in all lanes. It need not be aligned.
     #[inline(always)]
@@ -131,13 +139,13 @@ pub trait Vector: Copy {
     /// Converts the first of `count` codes to f32: all, some or none. Returns the number of
     /// converted codes.
     #[inline(always)]
-    unsafe fn load_e4m3_row(_from: *const E4m3, _to: *mut f32, _count: usize) -> usize {
+    unsafe fn convert_e4m3_row(_from: *const E4m3, _to: *mut f32, _count: usize) -> usize {
         0
     }
     /// Converts the first of `count` codes to bf16: all, some or none. Returns the number of
     /// converted codes. For levels that run `PAIRED` code.
     #[inline(always)]
-    unsafe fn load_e4m3_pairs(_from: *const E4m3, _to: *mut bf16, _count: usize) -> usize {
+    unsafe fn convert_e4m3_pairs(_from: *const E4m3, _to: *mut bf16, _count: usize) -> usize {
         0
     }
     #[inline(always)]
