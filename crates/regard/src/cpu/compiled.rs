@@ -214,12 +214,12 @@ pub mod neon {
 #[cfg(target_arch = "x86_64")]
 pub mod avx2 {
     use crate::cpu::vector::avx2::Avx2;
-    use crate::format::{BlockQ4_0, BlockQ8_0, E4m3};
+    use crate::format::{BlockQ4_0, BlockQ8_0};
     use half::{bf16, f16};
     compile!(
         features: "avx2,fma,f16c",
         vector: Avx2, widths: [1 2 2], dots: 8, paired: false,
-        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0, E4m3]
+        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0, f32]
     );
 }
 
@@ -227,12 +227,12 @@ pub mod avx2 {
 #[cfg(target_arch = "x86_64")]
 pub mod avx512 {
     use crate::cpu::vector::avx512::Avx512;
-    use crate::format::{BlockQ4_0, BlockQ8_0, E4m3};
+    use crate::format::{BlockQ4_0, BlockQ8_0};
     use half::{bf16, f16};
     compile!(
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
         vector: Avx512, widths: [1 2 4], dots: 16, paired: false,
-        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0, E4m3]
+        reads_codes: true, reads: [f32, f16, bf16, i8, BlockQ8_0, BlockQ4_0, f32]
     );
 }
 

@@ -217,8 +217,7 @@ impl RowReader {
         let streamed = ctx.item.walk == KeyWalk::Stream
             && call.products.reads_codes
             && call.problem.values == Values::Separate;
-        // Pairs of bf16 hold no products of codes and scales.
-        let index = rows::index(dtype).filter(|_| streamed && !(PAIRED && dtype.is_block()))?;
+        let index = rows::index(dtype, PAIRED).filter(|_| streamed)?;
         Some(RowReader::in_place(index))
     }
 
