@@ -6,6 +6,7 @@
               in each would add nothing"
 )]
 
+use super::e4m3::E4M3_AS_BF16;
 use super::{Storage, Vector};
 use super::{avx512_bf16, avx512_vbmi};
 use crate::format::{E4m3, E5m2};
@@ -384,26 +385,6 @@ impl Vector for Avx512 {
         Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper)))
     }
 }
-
-/// The value of each nonnegative e4m3 code as bf16.
-pub(super) static E4M3_AS_BF16: [u16; 128] = {
-    let mut values = [0; 128];
-    let mut code = 0;
-    while code < 128 {
-        let (exponent, mantissa) = (code >> 3, code & 7);
-        values[code as usize] = match (exponent, mantissa) {
-            (15, 7) => 0x7fc0,
-            (0, 0) => 0,
-            // Subnormal: mantissa * 2^-9, normal as bf16.
-            (0, 1) => 118 << 7,
-            (0, 2..4) => 119 << 7 | (mantissa - 2) << 6,
-            (0, _) => 120 << 7 | (mantissa - 4) << 5,
-            _ => (exponent + 120) << 7 | mantissa << 4,
-        };
-        code += 1;
-    }
-    values
-};
 
 /// 32 e4m3 codes as bf16, looked up in four registers.
 ///

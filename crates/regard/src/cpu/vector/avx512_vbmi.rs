@@ -1,7 +1,7 @@
 //! The AVX512_VBMI instructions that the [`Avx512`](super::avx512::Avx512) vector uses if the CPU
 //! has them: VPERMI2B looks 64 bytes up in a table of 128.
 
-use super::avx512::E4M3_AS_BF16;
+use super::e4m3::E4M3_AS_BF16;
 use crate::format::E4m3;
 use half::bf16;
 use std::arch::x86_64::*;

@@ -9,6 +9,8 @@ pub mod avx512;
 pub mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512_vbmi;
+#[cfg(target_arch = "x86_64")]
+mod e4m3;
 #[cfg(target_arch = "aarch64")]
 pub mod neon;
 pub mod scalar;
