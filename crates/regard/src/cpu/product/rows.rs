@@ -66,52 +66,36 @@ floats!(f32, load);
 floats!(f16, load_f16);
 floats!(bf16, load_bf16);
 
-impl RowFormat for E4m3 {
-    #[inline(always)]
-    unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
-        // SAFETY: same contract.
-        unsafe { V::load_e4m3(row.cast::<E4m3>().add(first)) }
-    }
+macro_rules! codes {
+    ($type:ty, $load:ident, $load_pairs:ident, $interleave:ident) => {
+        impl RowFormat for $type {
+            #[inline(always)]
+            unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
+                // SAFETY: same contract.
+                unsafe { V::$load(row.cast::<$type>().add(first)) }
+            }
 
-    #[inline(always)]
-    unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
-        // SAFETY: same contract.
-        unsafe { V::load_e4m3_pairs(row.cast::<E4m3>().add(first), count) }
-    }
+            #[inline(always)]
+            unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
+                // SAFETY: same contract.
+                unsafe { V::$load_pairs(row.cast::<$type>().add(first), count) }
+            }
 
-    #[inline(always)]
-    unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
-        for (n, to) in to.iter_mut().enumerate() {
-            let at = |row: *const u8| row.cast::<E4m3>().wrapping_add(first + n * V::LANES);
-            // SAFETY: same contract.
-            *to = unsafe { V::interleave_e4m3(at(rows[0]), at(rows[1])) };
+            #[inline(always)]
+            unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
+                for (n, to) in to.iter_mut().enumerate() {
+                    let [low, high] = rows;
+                    let at =
+                        |row: *const u8| row.cast::<$type>().wrapping_add(first + n * V::LANES);
+                    // SAFETY: same contract.
+                    *to = unsafe { V::$interleave(at(low), at(high)) };
+                }
+            }
         }
-    }
+    };
 }
-
-impl RowFormat for i8 {
-    #[inline(always)]
-    unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
-        // SAFETY: same contract.
-        unsafe { V::load_i8(row.cast::<i8>().add(first)) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
-        // SAFETY: same contract.
-        unsafe { V::load_i8_pairs(row.cast::<i8>().add(first), count) }
-    }
-
-    #[inline(always)]
-    unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
-        for (n, to) in to.iter_mut().enumerate() {
-            let [low, high] = rows;
-            let at = |row: *const u8| row.cast::<i8>().wrapping_add(first + n * V::LANES);
-            // SAFETY: same contract.
-            *to = unsafe { V::interleave_exact(V::load_i8(at(low)), V::load_i8(at(high))) };
-        }
-    }
-}
+codes!(i8, load_i8, load_i8_pairs, interleave_i8);
+codes!(E4m3, load_e4m3, load_e4m3_pairs, interleave_e4m3);
 
 /// The bytes of the block that holds value `first` of a row.
 #[inline(always)]

@@ -377,9 +377,10 @@ impl Vector for Avx512 {
         e4m3_as_bf16(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high)))
     }
     #[inline(always)]
-    unsafe fn interleave_exact(low: Self, high: Self) -> Self {
-        let (low, high) = (_mm512_castps_si512(low.0), _mm512_castps_si512(high.0));
-        let low = _mm512_srli_epi32::<16>(low);
+    unsafe fn interleave_i8(low: *const i8, high: *const i8) -> Self {
+        // Codes are exact in bf16: the upper half of their f32.
+        let bits = |codes| _mm512_castps_si512(Self::load_i8(codes).0);
+        let (low, high) = (_mm512_srli_epi32::<16>(bits(low)), bits(high));
         // low | (high & upper half)
         let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
         Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper)))

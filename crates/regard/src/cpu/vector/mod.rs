@@ -108,8 +108,8 @@ pub trait Vector: Copy {
     unsafe fn load_i8_pairs(_from: *const i8, _count: usize) -> Self {
         unreachable!("this level has no bf16 products")
     }
-    /// [`Vector::interleave`] of numbers that are exact in bf16.
-    unsafe fn interleave_exact(_low: Self, _high: Self) -> Self {
+    /// [`Vector::interleave`] of codes of an `i8` cache.
+    unsafe fn interleave_i8(_low: *const i8, _high: *const i8) -> Self {
         unreachable!("this level has no bf16 products")
     }
     /// [`Vector::load_pairs`] of e4m3 codes, which are exact in bf16.
