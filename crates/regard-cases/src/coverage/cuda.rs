@@ -2,7 +2,7 @@
 
 use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
-use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module};
+use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module, Storage};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
 use regard::{
     CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem, Values, Window,
@@ -167,6 +167,10 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Cache::Latent | Cache::Mla656 => vec![less(0, 0)],
         Cache::Q8_0 | Cache::Q4_0 => vec![less(0, 0), less(32, 32)],
         Cache::Any => vec![less(0, 0), less(8, 8), less(8, 24), less(32, 32)],
+        Cache::Pair(keys, values) if keys.has_blocks() || values.has_blocks() => {
+            vec![less(0, 0), less(32, 32)]
+        }
+        Cache::Pair(..) => vec![less(0, 0), less(8, 8), less(8, 24)],
     };
     let runs_on = |machine: &&Machine| match &machine.device {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
@@ -212,6 +216,15 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
         }],
         Cache::Q8_0 => vec![both(DType::Q8_0, Granularity::Head)],
         Cache::Q4_0 => vec![both(DType::Q4_0, Granularity::Head)],
+        Cache::Pair(keys, values) => {
+            let dtype = |storage| match storage {
+                Storage::Elements => queries,
+                Storage::Bytes => DType::E4M3,
+                Storage::Q8_0 => DType::Q8_0,
+                Storage::Q4_0 => DType::Q4_0,
+            };
+            vec![mixed(dtype(keys), dtype(values))]
+        }
         Cache::Any if element == Element::F32 => return types_in_f32(),
         Cache::Any if module.family() == Family::PrefillSm90 => vec![
             mixed(DType::BF16, DType::Q8_0),

@@ -734,7 +734,7 @@ impl Run<'_> {
             (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
             (Cache::Latent, None) => ([first, rest, rest], 2),
             (Cache::Any, _) => ([first, cache, rest], 3),
-            (Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Mla656, _) => {
+            (Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Mla656 | Cache::Pair(..), _) => {
                 ([first, cache, cache], 2)
             }
         };

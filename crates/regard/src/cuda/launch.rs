@@ -2,7 +2,7 @@
 
 use super::lists::{kv_tensor, list_parameters};
 use super::mask_map;
-use super::registry::Cache;
+use super::registry::{Cache, Storage};
 use super::schedule::Schedule;
 use super::shape::row_alignment;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
@@ -218,6 +218,19 @@ fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &D
         // Copies of blocks are made for the module's dims.
         Cache::Q8_0 | Cache::Q4_0 if !decode.exact_dims => LoadKind::Chunks,
         Cache::Q8_0 | Cache::Q4_0 => aligned_load_kind(problem),
+        Cache::Pair(keys, values) => {
+            let reads = |(tensor, storage): (&Tensor<DeviceMemory>, Storage)| {
+                if storage.has_blocks() { reads_block_rows(tensor) } else { reads_16_bytes(tensor) }
+            };
+            let has_blocks = keys.has_blocks() || values.has_blocks();
+            // Queries are copied as they are where keys are elements.
+            let reads_queries = keys != Storage::Elements || reads_16_bytes(&inputs.q);
+            match reads_queries && [(&inputs.k, keys), (&inputs.v, values)].into_iter().all(reads) {
+                false => LoadKind::Elements,
+                true if has_blocks && !decode.exact_dims => LoadKind::Chunks,
+                true => aligned_load_kind(problem),
+            }
+        }
     }
 }
 

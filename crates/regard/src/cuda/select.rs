@@ -5,7 +5,7 @@ use super::codes::{self, CodesDecode};
 use super::latent::{self, LatentDecode};
 use super::prefill::{self, Division};
 use super::prefix;
-use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
+use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
 use super::shape::{Shape, max_key_groups};
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
@@ -409,7 +409,23 @@ fn cache_of(problem: &Problem) -> Cache {
         (DType::Q8_0, DType::Q8_0) if largest_dim <= 256 => Cache::Q8_0,
         (DType::Q4_0, DType::Q4_0) if largest_dim <= 256 => Cache::Q4_0,
         _ if keys.is_code() && values.is_code() && largest_dim <= 512 => Cache::Bytes,
-        _ => Cache::Any,
+        _ => match storage_of(problem, keys).zip(storage_of(problem, values)) {
+            Some(pair) if largest_dim <= 256 && Cache::PAIRS.contains(&pair) => {
+                Cache::Pair(pair.0, pair.1)
+            }
+            _ => Cache::Any,
+        },
+    }
+}
+
+/// How keys or values of a type are stored, if modules for pairs may read them.
+fn storage_of(problem: &Problem, dtype: DType) -> Option<Storage> {
+    match dtype {
+        _ if dtype == problem.dtype => Some(Storage::Elements),
+        DType::Q8_0 => Some(Storage::Q8_0),
+        DType::Q4_0 => Some(Storage::Q4_0),
+        _ if dtype.is_code() => Some(Storage::Bytes),
+        _ => None,
     }
 }
 

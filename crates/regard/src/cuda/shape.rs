@@ -1,6 +1,6 @@
 //! The shape of a decode kernel's CTA: `kernels/decode/decode_shape.cuh`, for the host.
 
-use super::registry::{Cache, DecodeConfig};
+use super::registry::{Cache, DecodeConfig, Storage};
 
 /// Bytes of keys and values that a multiprocessor should have in flight or in shared memory: more
 /// does not raise the bandwidth.
@@ -44,26 +44,30 @@ impl Shape {
         }
     }
 
+    /// How keys and values are stored, with their dims.
+    fn sides(&self) -> [(Storage, usize); 2] {
+        let (keys, values) = self.cache.sides();
+        [(keys, self.head_dim), (values, self.value_dim)]
+    }
+
     /// Bytes of a key's or a value's row in memory.
-    fn row_bytes(&self, dim: usize) -> usize {
-        match self.cache.block_bytes() {
+    fn row_bytes(&self, (storage, dim): (Storage, usize)) -> usize {
+        match storage.block_bytes() {
             Some(bytes) => dim / 32 * bytes,
             None => dim * self.element_bytes,
         }
     }
 
     /// Bytes from row to row in shared memory.
-    fn pitch(&self, dim: usize) -> usize {
-        let bytes = self.row_bytes(dim);
-        match self.cache {
+    fn pitch(&self, side: (Storage, usize)) -> usize {
+        let bytes = self.row_bytes(side);
+        match side.0 {
             // Rows are copied from the multiple of 16 bytes before; an odd number of 16 bytes.
-            Cache::Q8_0 | Cache::Q4_0 => {
+            Storage::Q8_0 | Storage::Q4_0 => {
                 ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
             }
-            Cache::Bytes if bytes == 64 => 64,
-            Cache::Elements | Cache::Bytes | Cache::Any | Cache::Latent | Cache::Mla656 => {
-                bytes.next_multiple_of(128)
-            }
+            Storage::Bytes if bytes == 64 => 64,
+            Storage::Elements | Storage::Bytes => bytes.next_multiple_of(128),
         }
     }
 
@@ -75,7 +79,7 @@ impl Shape {
 
     /// Bytes of a key and its value.
     pub fn key_bytes(&self) -> usize {
-        self.row_bytes(self.head_dim) + self.row_bytes(self.value_dim)
+        self.sides().map(|side| self.row_bytes(side)).iter().sum()
     }
 
     /// Warps that share the keys of a group.
@@ -93,12 +97,14 @@ impl Shape {
 
     /// Bytes per pipeline stage of a group.
     fn stage_bytes(&self) -> usize {
+        let sides = self.sides();
         let more = match self.cache {
-            Cache::Bytes => SCALE_BYTES,
             Cache::Any => STORED_ROOM + ROW_NOTE_BYTES,
+            _ if sides.iter().any(|(storage, _)| *storage == Storage::Bytes) => SCALE_BYTES,
             _ => 0,
         };
-        self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + 2 * more)
+        let pitches: usize = sides.map(|side| self.pitch(side)).iter().sum();
+        self.strip_keys() * (pitches + 2 * more)
     }
 
     /// Pipeline stages of a group: `STAGES` there.
@@ -107,7 +113,7 @@ impl Shape {
             // Rows of any format take more time to convert than to copy.
             (Cache::Any, _) => 1,
             (_, bytes) if bytes > MAX_STAGE_BYTES => 1,
-            (Cache::Q8_0 | Cache::Q4_0, 0..=SMALL_STAGE_BYTES) => 3,
+            (_, 0..=SMALL_STAGE_BYTES) if self.sides().iter().all(|side| side.0.has_blocks()) => 3,
             _ => 2,
         }
     }
@@ -181,7 +187,8 @@ mod tests {
             [139264, 151552, 126976]
         );
         for (cache, dim) in [(Cache::Q8_0, 64), (Cache::Q4_0, 256), (Cache::Q8_0, 256)] {
-            assert_eq!(shape(cache, dim, 8).pitch(dim) % 32, 16);
+            let shape = shape(cache, dim, 8);
+            assert!(shape.sides().iter().all(|&side| shape.pitch(side) % 32 == 16));
         }
     }
 }

@@ -139,9 +139,78 @@ pub enum Cache {
     Latent,
     /// As records of `mla656`, whose first dims are the values.
     Mla656,
+    /// Keys and values in a class each: one of [`Cache::PAIRS`].
+    Pair(Storage, Storage),
+}
+
+/// How keys, or values, are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Storage {
+    /// As elements of the queries' type.
+    Elements,
+    /// As 8-bit codes.
+    Bytes,
+    /// As GGUF's q8_0.
+    Q8_0,
+    /// As GGUF's q4_0.
+    Q4_0,
+}
+
+impl Storage {
+    /// The number that kernels know it by: `CacheClass` of `cache_class.cuh`.
+    const fn number(self) -> usize {
+        self as usize
+    }
+
+    /// Its part of a module's name.
+    const fn name(self) -> &'static str {
+        match self {
+            Storage::Elements => "elements_",
+            Storage::Bytes => "bytes_",
+            Storage::Q8_0 => "q8_0_",
+            Storage::Q4_0 => "q4_0_",
+        }
+    }
+
+    /// Whether it is in blocks.
+    pub const fn has_blocks(self) -> bool {
+        matches!(self, Storage::Q8_0 | Storage::Q4_0)
+    }
+
+    /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
+    pub const fn block_bytes(self) -> Option<usize> {
+        match self {
+            Storage::Elements => None,
+            Storage::Bytes => Some(32),
+            Storage::Q8_0 => Some(34),
+            Storage::Q4_0 => Some(18),
+        }
+    }
 }
 
 impl Cache {
+    /// The pairs of classes, keys and values, that modules are compiled for.
+    pub const PAIRS: [(Storage, Storage); 6] = [
+        (Storage::Elements, Storage::Bytes),
+        (Storage::Elements, Storage::Q8_0),
+        (Storage::Elements, Storage::Q4_0),
+        (Storage::Bytes, Storage::Elements),
+        (Storage::Q8_0, Storage::Elements),
+        (Storage::Q8_0, Storage::Q4_0),
+    ];
+
+    /// How keys and how values are stored. Of records and of any format: as they are multiplied.
+    pub const fn sides(self) -> (Storage, Storage) {
+        let both = match self {
+            Cache::Pair(keys, values) => return (keys, values),
+            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => Storage::Elements,
+            Cache::Bytes => Storage::Bytes,
+            Cache::Q8_0 => Storage::Q8_0,
+            Cache::Q4_0 => Storage::Q4_0,
+        };
+        (both, both)
+    }
+
     /// The number that kernels know it by: `CacheClass` of `cache_class.cuh`.
     const fn number(self) -> usize {
         match self {
@@ -151,12 +220,13 @@ impl Cache {
             Cache::Q4_0 => 3,
             Cache::Any => 4,
             Cache::Mla656 => 5,
+            Cache::Pair(..) => 6,
         }
     }
 
-    /// Its part of a module's name.
-    const fn name(self) -> &'static str {
-        match self {
+    /// Its parts of a module's name.
+    const fn names(self) -> [&'static str; 2] {
+        let name = match self {
             Cache::Elements => "",
             Cache::Bytes => "bytes_",
             Cache::Q8_0 => "q8_0_",
@@ -164,7 +234,9 @@ impl Cache {
             Cache::Any => "any_",
             Cache::Latent => "latent_",
             Cache::Mla656 => "mla656_",
-        }
+            Cache::Pair(keys, values) => return [keys.name(), values.name()],
+        };
+        [name, ""]
     }
 
     /// Whether values are the first dims of keys.
@@ -174,20 +246,7 @@ impl Cache {
 
     /// Whether shared memory holds codes, which are converted on the way into products.
     pub const fn has_codes(self) -> bool {
-        match self {
-            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => false,
-            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 => true,
-        }
-    }
-
-    /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
-    pub const fn block_bytes(self) -> Option<usize> {
-        match self {
-            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => None,
-            Cache::Bytes => Some(32),
-            Cache::Q8_0 => Some(34),
-            Cache::Q4_0 => Some(18),
-        }
+        !matches!(self.sides(), (Storage::Elements, Storage::Elements))
     }
 }
 
@@ -468,7 +527,9 @@ impl DecodeConfig {
     }
 
     const fn name(&self, architecture: Architecture) -> Name {
-        let name = self.operands.name(Family::Decode).text(self.cache.name());
+        let name = self.operands.name(Family::Decode);
+        let [first, second] = self.cache.names();
+        let name = name.text(first).text(second);
         let name = name.text("r").number(self.tile_rows).text("_");
         let name = name.text(match self.lists {
             true if self.takes_page_lists() => "page_lists",
@@ -503,6 +564,12 @@ impl DecodeConfig {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
                 defines.push(("CACHE", self.cache.number()));
             }
+            Cache::Pair(keys, values) => defines.extend([
+                ("MAX_THREADS", DecodeConfig::MAX_THREADS),
+                ("CACHE", self.cache.number()),
+                ("KEY_CACHE", keys.number()),
+                ("VALUE_CACHE", values.number()),
+            ]),
             Cache::Latent | Cache::Mla656 => {
                 defines.push(("CTAS_PER_TILE", self.ctas_per_tile()));
                 defines.push(("THREADS", self.latent_threads()));

@@ -223,7 +223,8 @@ impl PrefillConfig {
     }
 
     pub(super) const fn name(&self) -> Name {
-        let name = self.operands.name(self.family()).text(self.cache.name());
+        let [cache, _] = self.cache.names();
+        let name = self.operands.name(self.family()).text(cache);
         name.text(self.operands.build_name()).text(match self.mainloop {
             Mainloop::Sm80 { small: false, .. } => "_sm80",
             Mainloop::Sm80 { small: true, .. } => "_sm80_small",

@@ -223,6 +223,22 @@ impl Rows {
         ]
     }
 
+    /// The decode modules of a 16-bit type for keys of one class and values of another.
+    const fn decode_pairs(&self) -> [Module; 3 * Cache::PAIRS.len()] {
+        let mut modules = [self.decode_pair(0, 64); 3 * Cache::PAIRS.len()];
+        let mut i = 0;
+        while i < modules.len() {
+            modules[i] = self.decode_pair(i / 3, 64 << (i % 3));
+            i += 1;
+        }
+        modules
+    }
+
+    const fn decode_pair(&self, number: usize, dim: usize) -> Module {
+        let (keys, values) = Cache::PAIRS[number];
+        self.decode_cache(Cache::Pair(keys, values), (dim, dim), 8, Fallback)
+    }
+
     /// The decode modules of a 16-bit type for latent caches, on Hopper.
     const fn decode_latent(&self) -> [Module; 6] {
         [
@@ -492,7 +508,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 34] = [
+const LISTS: [List; 36] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -518,6 +534,8 @@ const LISTS: [List; 34] = [
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&F16.decode_pairs()),
+    eight_bit(&BF16.decode_pairs()),
     // f16 cannot hold all rotary dims.
     eight_bit(&BF16.decode_mla656()),
     eight_bit(&F32.decode_any()),

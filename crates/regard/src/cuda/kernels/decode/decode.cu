@@ -10,6 +10,7 @@
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_groups.cuh"
+#include "decode/decode_products.cuh"
 #include "decode/decode_combine_entry.cuh"
 #include "decode/decode_rows.cuh"
 #include "decode/decode_schedule.cuh"
@@ -18,13 +19,6 @@
 #include "decode/decode_stored.cuh"
 #include "decode/decode_tile.cuh"
 #include "decode/stream_k.cuh"
-#if ELEMENT_TYPE == 2
-#include "decode/decode_fma.cuh"
-#elif CACHE >= 1 && CACHE <= 3
-#include "decode/decode_codes.cuh"
-#else
-#include "decode/decode_mma.cuh"
-#endif
 
 #define HAS_RUNS (!LISTS && CACHE != 4) // whether the common case exists: rows in runs of 16 keys (decode_rows.cuh)
 
@@ -53,8 +47,8 @@ struct Worker {
     Outputs out;
     Products products;
 
-#if CACHE >= 1 && CACHE <= 3
-    bool keys_scaled;                  // whether keys of this tile have different scales
+#if READS_CODES
+    bool keys_scaled, values_scaled;   // whether keys, or values, of this tile have different scales
     float row_scale[MMA_ROW_TILES][2]; // multiplies dot products
     float out_scale;                   // multiplies sums of probabilities times values
     float shift;                       // log2 of a factor of probabilities
@@ -89,39 +83,39 @@ struct Worker {
         tile.key_base = params.keys.pointer + key_at * stored_bytes(cache.key_format);
         tile.value_base = params.values.pointer + value_at * stored_bytes(cache.value_format);
 #else
-        tile.key_base = params.keys.pointer + key_at * CACHE_BYTES;
-        tile.value_base = params.values.pointer + value_at * CACHE_BYTES;
+        tile.key_base = params.keys.pointer + key_at * KeySide::BYTES;
+        tile.value_base = params.values.pointer + value_at * ValueSide::BYTES;
 #endif
         tile.table = page_table(params, tile.sequence);
 #if HAS_RUNS
-        key_rows.set(tile.key_base, params.keys.strides.token * CACHE_BYTES, lane);
-        value_rows.set(tile.value_base, params.values.strides.token * CACHE_BYTES, lane);
+        key_rows.set(tile.key_base, params.keys.strides.token * KeySide::BYTES, lane);
+        value_rows.set(tile.value_base, params.values.strides.token * ValueSide::BYTES, lane);
 #endif
-#if CACHE >= 1 && CACHE <= 3
-        keys_scaled = !HAS_BLOCKS && varies(params, cache.key_scale_strides);
-        CodeView &view = products.view;
-        view.batch_invariant = params.batch_invariant;
-        // Through shuffles, so that they stay in registers: a constant is loaded in every round.
-        view.key_format = CacheFormat(__shfl_sync(~0u, (int)cache.key_format, 0));
-        view.value_format = CacheFormat(__shfl_sync(~0u, (int)cache.value_format, 0));
-        view.values_scaled = !HAS_BLOCKS && varies(params, cache.value_scale_strides);
+#if READS_CODES
+        keys_scaled = KeySide::IS_BYTES && varies(params, cache.key_scale_strides);
+        values_scaled = ValueSide::IS_BYTES && varies(params, cache.value_scale_strides);
         bool aligned = !IS_FALLBACK || params.load_kind == LoadKind::PageAligned16;
-        view.key_at = aligned ? (unsigned)tile.key_base : 0;
-        view.key_step = aligned ? (unsigned)params.keys.strides.token * CACHE_BYTES : 0;
-        view.value_at = aligned ? (unsigned)tile.value_base : 0;
-        view.value_step = aligned ? (unsigned)params.values.strides.token * CACHE_BYTES : 0;
-        shift = view.values_scaled ? 0.0f : PROBABILITY_SHIFT;
+        auto view = [&](CacheFormat format, unsigned long long base, long long step) {
+            // Through shuffles, so that formats stay in registers: a constant is loaded in every round.
+            return CodeView{CacheFormat(__shfl_sync(~0u, (int)format, 0)), aligned ? (unsigned)base : 0,
+                            aligned ? (unsigned)step : 0};
+        };
+        products.keys.set(view(cache.key_format, tile.key_base, params.keys.strides.token * KeySide::BYTES));
+        products.values.set(view(cache.value_format, tile.value_base, params.values.strides.token * ValueSide::BYTES),
+                            values_scaled, params.batch_invariant);
+        shift = values_scaled || !ValueSide::HAS_CODES ? 0.0f : PROBABILITY_SHIFT;
 #endif
     }
 
-#if CACHE >= 1 && CACHE <= 3
+#if READS_CODES
     // Scales that all keys of the tile share join scores through those of its rows, and the output.
     __device__ __forceinline__ void load_tile_scales() {
         out_scale = shift == 0.0f ? 1.0f : 1.0f / (1 << PROBABILITY_SHIFT);
-        if (!HAS_BLOCKS && !products.view.values_scaled)
+        if (ValueSide::IS_BYTES && !values_scaled)
             out_scale *= *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
         float scale = unit_of(params) == 1.0f ? params.scale * LOG2_E : params.scale;
-        if (!HAS_BLOCKS && !keys_scaled) scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+        if (KeySide::IS_BYTES && !keys_scaled)
+            scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
@@ -243,7 +237,8 @@ struct Worker {
         // Offsets of the first key of each run of 16, in bytes; the other 15 are contiguous.
         long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
         const RowStrides &key_strides = params.keys.strides, &value_strides = params.values.strides;
-        long long key_stride = key_strides.token * CACHE_BYTES, value_stride = value_strides.token * CACHE_BYTES;
+        long long key_stride = key_strides.token * KeySide::BYTES,
+                  value_stride = value_strides.token * ValueSide::BYTES;
         int first = key_tile * TILE_KEYS;
 #pragma unroll
         for (int k = 0; k < MMA_KEY_TILES; k++) {
@@ -251,8 +246,8 @@ struct Worker {
             if (params.block_size) {
                 int slot = page_slot(params, key, entry_of(key));
                 long long page = page_of(params, runs.entry[k]);
-                key_at[k] = page * key_strides.batch * CACHE_BYTES + slot * key_stride;
-                value_at[k] = page * value_strides.batch * CACHE_BYTES + slot * value_stride;
+                key_at[k] = page * key_strides.batch * KeySide::BYTES + slot * key_stride;
+                value_at[k] = page * value_strides.batch * ValueSide::BYTES + slot * value_stride;
             } else {
                 key_at[k] = k ? key_at[0] + 16 * k * key_stride : first * key_stride;
                 value_at[k] = k ? value_at[0] + 16 * k * value_stride : first * value_stride;
@@ -275,7 +270,7 @@ struct Worker {
         else
 #endif
             fetch_scattered(key_tile, keys, values);
-#if CACHE == 1
+#if READS_CODES
         load_scales(*this, values + TILE_KEYS * VALUE_PITCH, key_tile, runs);
 #endif
 #endif
@@ -283,22 +278,23 @@ struct Worker {
 
     // The fallback of `fetch` for any layout, alignment and dims.
     __device__ __forceinline__ void fetch_scattered(int key_tile, unsigned keys, unsigned values) const {
-        if constexpr (HAS_BLOCKS) {
-            load_scattered_blocks<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
-            load_scattered_blocks<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim,
-                                                                 key_tile);
-        } else {
-            load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const CacheElement *)tile.key_base, params.head_dim,
-                                                      key_tile);
-            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const CacheElement *)tile.value_base,
-                                                          params.value_dim, key_tile);
-        }
+        fetch_side<KeySide, true>(keys, tile.key_base, params.head_dim, key_tile);
+        fetch_side<ValueSide, false>(values, tile.value_base, params.value_dim, key_tile);
+    }
+
+    template <class Side, bool KEYS>
+    __device__ __forceinline__ void fetch_side(unsigned to, unsigned long long base, int dims, int key_tile) const {
+        if constexpr (Side::HAS_BLOCKS)
+            load_scattered_blocks<Side, KEYS>(*this, to, base, dims, key_tile);
+        else
+            load_scattered<Side, KEYS>(to, (const typename Side::Item *)base, dims, key_tile);
     }
 
     // Each thread copies one 16-byte chunk at a time.
-    template <int DIM, int PITCH, bool KEYS> __device__ __forceinline__ void
-    load_scattered(unsigned to, const CacheElement *base, int dims, int key_tile) const {
-        constexpr int CHUNKS = DIM / CACHE_CHUNK;
+    template <class Side, bool KEYS> __device__ __forceinline__ void
+    load_scattered(unsigned to, const typename Side::Item *base, int dims, int key_tile) const {
+        typedef typename Side::Item Item;
+        constexpr int CHUNKS = Side::CHUNKS;
 #pragma unroll 1
         for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
             int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
@@ -307,14 +303,14 @@ struct Worker {
 #if LISTS
             ListedKey listed = find_listed_key(params, tile, near);
             present = present && listed.key >= 0;
-            const CacheElement *from =
-                (const CacheElement *)listed_address<KEYS>(listed, (unsigned long long)base, CACHE_BYTES);
+            const Item *from = (const Item *)listed_address<KEYS>(listed, (unsigned long long)base, Side::BYTES);
 #else
             long long key_offset, value_offset;
             locate(near, look_up(near), key_offset, value_offset);
-            const CacheElement *from = base + (KEYS ? key_offset : value_offset);
+            const Item *from = base + (KEYS ? key_offset : value_offset);
 #endif
-            copy_any(swizzle(to, row, PITCH, column * 16), from, column * CACHE_CHUNK, present ? dims : 0);
+            copy_any(swizzle(to, row, Side::PITCH, column * 16), from, column * Side::ITEMS_PER_CHUNK,
+                     present ? dims : 0);
         }
     }
 
@@ -337,7 +333,7 @@ struct Worker {
 #if CACHE == 4
         return load_any_queries(*this);
 #endif
-        if constexpr (HAS_CODES) return load_code_queries(*this);
+        if constexpr (KeySide::HAS_CODES) return load_code_queries(*this);
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
         for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += blockDim.x) {
             int row = i / CHUNKS, column = i - row * CHUNKS;
@@ -416,7 +412,7 @@ struct Worker {
             for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-#if CACHE >= 1 && CACHE <= 3
+#if READS_CODES
                     scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit + shift);
 #else
                     scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit);
@@ -473,8 +469,8 @@ struct Worker {
             } else {
                 // All threads of the CTA load the queries, together with the first K tile. Queries and scales of codes
                 // come through registers, so their latency is waited for: behind the copies.
-                if (round == (HAS_CODES ? 0 : -PREFETCH_DISTANCE)) load_queries();
-#if CACHE >= 1 && CACHE <= 3
+                if (round == (KeySide::HAS_CODES ? 0 : -PREFETCH_DISTANCE)) load_queries();
+#if READS_CODES
                 if (round == 0) load_tile_scales();
 #endif
                 cp_async_commit();
@@ -482,9 +478,9 @@ struct Worker {
                 if (round < 0) continue;
                 cp_async_wait<STAGES - 1>();
                 __syncthreads();
-                products.load_query_fragments();
-#if CACHE >= 1 && CACHE <= 3
-                load_query_scales();
+                products.keys.load_query_fragments();
+#if READS_CODES
+                if (KeySide::HAS_CODES) load_query_scales();
 #endif
                 if (key_tile >= end) break;
             }
@@ -493,9 +489,9 @@ struct Worker {
             convert_stored(*this, keys);
 #endif
             Scores scores = {};
-            products.mma_qk(scores, keys);
-#if CACHE >= 1 && CACHE <= 3
-            unsigned values = keys + TILE_KEYS * KEY_PITCH, scales = values + TILE_KEYS * VALUE_PITCH;
+            products.keys.mma_qk(scores, keys);
+            unsigned values = keys + STORED_SIDE_BYTES, scales = values + TILE_KEYS * VALUE_PITCH;
+#if READS_CODES
             scale_scores(scores, scales);
 #endif
 #if LISTS
@@ -503,17 +499,13 @@ struct Worker {
 #endif
             modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
             softmax_step(scores);
-#if CACHE >= 1 && CACHE <= 3
-            products.mma_pv(out, scores, values, scales + TILE_KEYS * 4, value_warp * WARP_VALUE_DIM);
-#else
-            products.mma_pv(out, scores, keys + STORED_SIDE_BYTES, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
-#endif
+            products.values.mma_pv(out, scores, values, scales + TILE_KEYS * 4, value_warp * WARP_VALUE_DIM);
         }
     }
 
     // Stores this warp's state to shared memory, over the pipeline stages.
     __device__ __forceinline__ void store_state(float *states) {
-#if CACHE >= 1 && CACHE <= 3
+#if READS_CODES
         float unshifted = shift == 0.0f ? 1.0f : 1.0f / (1 << PROBABILITY_SHIFT);
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++) {
@@ -545,7 +537,7 @@ struct Worker {
             for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][n][e];
+                    mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.values.value_dim_of(v, e)] = out[v][n][e];
     }
 };
 
@@ -644,8 +636,8 @@ static __device__ __forceinline__ void place_worker(Worker &w, int query_offset,
     w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
     w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;
     w.query = shared_address(dynamic_shared + query_offset);
-    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
-    w.products.lane = w.lane;
+    w.products.keys.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
+    w.products.keys.lane = w.products.values.lane = w.lane;
     w.ring = shared_address(dynamic_shared + ring_offset) + w.group * STAGES * STAGE_BYTES;
 }
 

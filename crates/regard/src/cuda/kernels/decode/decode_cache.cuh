@@ -12,10 +12,10 @@
 static __device__ __forceinline__ int dim_of_slot(int slot) {
     int step = slot >> 4, quad_lane = (slot & 7) >> 1;
     int code = (slot & 1) + 2 * ((slot >> 3) & 1); // in the lane's word
-    if (CACHE_CLASS == CacheClass::Bytes) return 16 * step + 4 * quad_lane + code;
+    if (KeySide::IS_BYTES) return 16 * step + 4 * quad_lane + code;
     // Codes of the first block of a pair start at half a word: lanes are two codes ahead.
     int block = step >> 1, ahead = block & 1 ? 0 : 2;
-    if (CACHE_CLASS == CacheClass::Q8_0) return 32 * block + ((16 * (step & 1) + 4 * quad_lane + code + ahead) & 31);
+    if (KeySide::IS_Q8_0) return 32 * block + ((16 * (step & 1) + 4 * quad_lane + code + ahead) & 31);
     // A byte has two nibbles, and bytes 0 and 2 are converted together.
     int byte = 2 * (slot & 1) + ((slot >> 3) & 1);
     return 32 * block + 16 * (step & 1) + ((4 * quad_lane + byte + ahead) & 15);
@@ -51,7 +51,7 @@ static __device__ __forceinline__ const float *scale_start(const AttentionParame
 // Starts the copies of a K tile's scales: of keys, then of values. Keys outside of the worker's range get zeros.
 template <class Worker, class RunPages>
 static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to, int key_tile, const RunPages &runs) {
-    if (!w.keys_scaled && !w.products.view.values_scaled) return;
+    if (!w.keys_scaled && !w.values_scaled) return;
     if (WARPS_PER_GROUP > 1 && threadIdx.x / 32 % WARPS_PER_GROUP) return;
     const RowStrides &keys = w.cache.key_scale_strides, &values = w.cache.value_scale_strides;
 #pragma unroll
@@ -71,7 +71,7 @@ static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to,
             cp_async_word(to + i * 4,
                           scale_start(w.params, w.tile, w.cache.key_scales, keys) + row_offset(w, near, entry, keys),
                           present);
-        if (w.products.view.values_scaled)
+        if (w.values_scaled)
             cp_async_word(to + (TILE_KEYS + i) * 4,
                           scale_start(w.params, w.tile, w.cache.value_scales, values) +
                               row_offset(w, near, entry, values),
@@ -80,26 +80,26 @@ static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to,
 }
 
 // Blocks anywhere, two bytes at a time.
-template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
+template <class Side, bool KEYS, class Worker> static __device__ __forceinline__ void
 load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
-    constexpr int HALVES = row_bytes(DIM) / 2;
+    constexpr int HALVES = Side::ROW_BYTES / 2;
 #pragma unroll 1
     for (int i = threadIdx.x % THREADS_PER_GROUP; i < TILE_KEYS * HALVES; i += THREADS_PER_GROUP) {
         int row = i / HALVES, half = i - row * HALVES, key = key_tile * TILE_KEYS + row;
         unsigned short bits = 0;
-        if (key >= w.key_start && key < w.key_end && half < row_bytes(dims) / 2) {
+        if (key >= w.key_start && key < w.key_end && half < dims / 32 * Side::BLOCK_BYTES / 2) {
             long long key_offset, value_offset;
             w.locate(key, w.look_up(key), key_offset, value_offset);
-            bits = ((const unsigned short *)(base + (KEYS ? key_offset : value_offset) * BLOCK_BYTES))[half];
+            bits = ((const unsigned short *)(base + (KEYS ? key_offset : value_offset) * Side::BLOCK_BYTES))[half];
         }
-        *(unsigned short *)__cvta_shared_to_generic(to + row * PITCH + half * 2) = bits;
+        *(unsigned short *)__cvta_shared_to_generic(to + row * Side::PITCH + half * 2) = bits;
     }
 }
 
 // Queries as f16, in the order of codes, a warp per row. bf16 rows are scaled by a power of two that brings their
 // largest element to the top of f16's range: elements down to 2^-29 of it stay exact. Stores the inverse powers.
 template <class Worker> static __device__ __forceinline__ void load_code_queries(const Worker &w) {
-    if constexpr (HAS_CODES) {
+    if constexpr (KeySide::HAS_CODES) {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
 #pragma unroll(TILE_ROWS == 8 ? 1 : 4)
         for (int row = threadIdx.x >> 5; row < TILE_ROWS; row += blockDim.x >> 5) {

@@ -69,28 +69,22 @@ static __device__ __forceinline__ void add_scaled(float (&out)[4], const float (
     for (int e = 0; e < 4; e++) out[e] = fmaf(part[e], inverse[e & 1], out[e]);
 }
 
-// A tile's keys and values, as the products read them.
+// The codes of a tile's keys, or of its values, as the products read them.
 struct CodeView {
-    CacheFormat key_format, value_format;
-    bool batch_invariant;          // scales of keys that only other rows see must not decide how a row's are rounded
-    bool values_scaled;            // a scale per token or page; else one joins at the end of the tile
-    unsigned key_at, key_step;     // lower bits of the keys' address, and of the bytes from token to token
-    unsigned value_at, value_step; // likewise
-};
-
-struct Products : QueryFragments {
-    CodeView view;
+    CacheFormat format;
+    unsigned at, step; // lower bits of their address, and of the bytes from token to token
 
     // Rows of blocks start off a multiple of 16 bytes in shared memory, as in global memory.
-    static __device__ __forceinline__ unsigned row_shift(unsigned at, unsigned step, int row) {
-        return (at + row * step) & 15;
+    template <class Side> __device__ __forceinline__ unsigned shift(int row) const {
+        return Side::ALIGNMENT == 16 ? 0 : (at + row * step) & 15;
     }
-    __device__ __forceinline__ unsigned key_shift(int row) const {
-        return row_alignment(HEAD_DIM) == 16 ? 0 : row_shift(view.key_at, view.key_step, row);
-    }
-    __device__ __forceinline__ unsigned value_shift(int row) const {
-        return row_alignment(VALUE_DIM) == 16 ? 0 : row_shift(view.value_at, view.value_step, row);
-    }
+};
+
+// Keys in codes: S^T = K Q^T.
+struct CodeKeys : QueryFragments {
+    CodeView view;
+
+    __device__ __forceinline__ void set(const CodeView &tile) { view = tile; }
 
     __device__ __forceinline__ void query_steps(int step, unsigned (&b)[MMA_ROW_TILES][4]) const {
 #pragma unroll
@@ -168,7 +162,7 @@ struct Products : QueryFragments {
     static __device__ __forceinline__ void block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (CACHE_CLASS == CacheClass::Q8_0) {
+            if (KeySide::IS_Q8_0) {
                 Codes<CacheFormat::I8>::to_f16(codes[half][0], a[0][half], a[0][2 + half]);
                 Codes<CacheFormat::I8>::to_f16(codes[half][1], a[1][half], a[1][2 + half]);
             } else {
@@ -184,10 +178,10 @@ struct Products : QueryFragments {
     // the second has them in an upper half and from a word on. The last lane of the first has the end of its codes and,
     // from the first word, their start.
     __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
-        constexpr int CODES = BLOCK_BYTES - 2;
+        constexpr int CODES = KeySide::BLOCK_BYTES - 2;
         int row = lane >> 2, word = 4 * (lane & 3);
         unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210;
-        unsigned from = keys + row * KEY_PITCH + key_shift(row);
+        unsigned from = keys + row * KEY_PITCH + view.shift<KeySide>(row);
 #pragma unroll
         for (int pair = 0; pair < HEAD_DIM / 64; pair++) {
             unsigned b[2][MMA_ROW_TILES][4];
@@ -199,7 +193,7 @@ struct Products : QueryFragments {
                 float scales[2][2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    unsigned at = from + (16 * k + 8 * half) * KEY_PITCH + pair * 2 * BLOCK_BYTES;
+                    unsigned at = from + (16 * k + 8 * half) * KEY_PITCH + pair * 2 * KeySide::BLOCK_BYTES;
                     unsigned start = ld_shared_word(at), middle = ld_shared_word(at + CODES);
                     scales[0][half] = block_scale(start);
                     scales[1][half] = block_scale(middle >> 16);
@@ -230,15 +224,29 @@ struct Products : QueryFragments {
     }
 
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
-        if constexpr (HAS_BLOCKS) {
+        if constexpr (KeySide::HAS_BLOCKS) {
             qk_blocks(scores, keys);
-        } else if (view.key_format == CacheFormat::E4M3) {
+        } else if (view.format == CacheFormat::E4M3) {
             qk_bytes<CacheFormat::E4M3>(scores, keys);
-        } else if (view.key_format == CacheFormat::I8) {
+        } else if (view.format == CacheFormat::I8) {
             qk_bytes<CacheFormat::I8>(scores, keys);
         } else {
             qk_bytes<CacheFormat::E5M2>(scores, keys);
         }
+    }
+};
+
+// Values in codes: O^T = V^T P^T.
+struct CodeValues {
+    CodeView view;
+    int lane;
+    bool scaled;          // a scale per token or page; else one joins at the end of the tile
+    bool batch_invariant; // scales of keys that only other rows see must not decide how a row's are rounded
+
+    __device__ __forceinline__ void set(const CodeView &tile, bool is_scaled, bool is_batch_invariant) {
+        view = tile;
+        scaled = is_scaled;
+        batch_invariant = is_batch_invariant;
     }
 
     // Codes of 16 value dims and all keys of the K tile as operands A.
@@ -267,7 +275,7 @@ struct Products : QueryFragments {
     template <CacheFormat FORMAT> __device__ __forceinline__ void
     pv_bytes(Outputs &out, const Scores &probs, unsigned values, unsigned scales, int first) const {
         Weights weights;
-        if (!view.values_scaled) {
+        if (!scaled) {
             pack_weights(weights, probs);
 #pragma unroll
             for (int v = 0; v < MMA_VALUE_TILES; v++) {
@@ -312,11 +320,11 @@ struct Products : QueryFragments {
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int key = 0; key < 2; key++) {
-                unsigned at = from[key] + (16 * k + 8 * half) * VALUE_PITCH + block / 2 * 2 * BLOCK_BYTES;
-                if (CACHE_CLASS == CacheClass::Q4_0) {
-                    codes[half][key] = ld_shared_half(at + block % 2 * BLOCK_BYTES + 2 + 2 * eighth);
+                unsigned at = from[key] + (16 * k + 8 * half) * VALUE_PITCH + block / 2 * 2 * ValueSide::BLOCK_BYTES;
+                if (!ValueSide::IS_Q8_0) {
+                    codes[half][key] = ld_shared_half(at + block % 2 * ValueSide::BLOCK_BYTES + 2 + 2 * eighth);
                 } else if (block % 2) {
-                    codes[half][key] = ld_shared_word(at + 4 + BLOCK_BYTES - 2 + 4 * eighth);
+                    codes[half][key] = ld_shared_word(at + 4 + ValueSide::BLOCK_BYTES - 2 + 4 * eighth);
                 } else {
                     codes[half][key] = __byte_perm(ld_shared_word(at + 4 + 4 * eighth), ld_shared_word(at),
                                                    eighth == 7 ? 0x7610 : 0x3210);
@@ -324,7 +332,7 @@ struct Products : QueryFragments {
             }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (CACHE_CLASS == CacheClass::Q8_0) {
+            if (ValueSide::IS_Q8_0) {
                 unsigned first = __byte_perm(codes[half][0], codes[half][1], 0x5140),
                          second = __byte_perm(codes[half][0], codes[half][1], 0x7362);
                 Codes<CacheFormat::I8>::to_f16(first, a[0][2 * half], a[0][2 * half + 1]);
@@ -345,10 +353,10 @@ struct Products : QueryFragments {
 #pragma unroll
         for (int key = 0; key < TILE_KEYS; key += 32) {
             if (lane + key >= TILE_KEYS) break;
-            unsigned from = start + (key + lane) * VALUE_PITCH + value_shift(lane);
+            unsigned from = start + (key + lane) * VALUE_PITCH + view.shift<ValueSide>(lane);
 #pragma unroll
             for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
-                unsigned bits = ld_shared_half(from + block * BLOCK_BYTES) & 0x7fff;
+                unsigned bits = ld_shared_half(from + block * ValueSide::BLOCK_BYTES) & 0x7fff;
                 moderate &= bits == 0 || bits - 0x0400 <= 0x6000 - 0x0400; // 2^-14 to 2^9
             }
         }
@@ -368,7 +376,7 @@ struct Products : QueryFragments {
                 block_value_operands(a, from, k, block);
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    unsigned at = (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES;
+                    unsigned at = (16 * k + 8 * half) * VALUE_PITCH + block * ValueSide::BLOCK_BYTES;
                     unsigned scales = __byte_perm(ld_shared_half(from[0] + at), ld_shared_half(from[1] + at), 0x5410);
 #pragma unroll
                     for (int tile = 0; tile < 2; tile++)
@@ -385,16 +393,16 @@ struct Products : QueryFragments {
 
     __device__ __forceinline__ void pv_blocks(Outputs &out, const Scores &probs, unsigned values, int first) const {
         int key = 2 * (lane & 3), row = lane >> 2;
-        unsigned start = values + first / 32 * BLOCK_BYTES;
-        if (!view.batch_invariant && moderate_scales(start)) {
-            unsigned pair[2] = {start + key * VALUE_PITCH + value_shift(key),
-                                start + (key + 1) * VALUE_PITCH + value_shift(key + 1)};
+        unsigned start = values + first / 32 * ValueSide::BLOCK_BYTES;
+        if (!batch_invariant && moderate_scales(start)) {
+            unsigned pair[2] = {start + key * VALUE_PITCH + view.shift<ValueSide>(key),
+                                start + (key + 1) * VALUE_PITCH + view.shift<ValueSide>(key + 1)};
             pv_moderate_blocks(out, probs, pair);
             return;
         }
-        unsigned from[2] = {start + key * VALUE_PITCH + value_shift(key),
-                            start + (key + 1) * VALUE_PITCH + value_shift(key + 1)};
-        unsigned scales = start + row * VALUE_PITCH + value_shift(row);
+        unsigned from[2] = {start + key * VALUE_PITCH + view.shift<ValueSide>(key),
+                            start + (key + 1) * VALUE_PITCH + view.shift<ValueSide>(key + 1)};
+        unsigned scales = start + row * VALUE_PITCH + view.shift<ValueSide>(row);
 #pragma unroll
         for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
             float scale[MMA_KEY_TILES][2];
@@ -402,8 +410,8 @@ struct Products : QueryFragments {
             for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    scale[k][half] =
-                        block_scale(ld_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES));
+                    scale[k][half] = block_scale(
+                        ld_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * ValueSide::BLOCK_BYTES));
             Weights weights;
             Inverses inverses;
             pack_scaled_weights(weights, inverses, probs, scale);
@@ -429,11 +437,11 @@ struct Products : QueryFragments {
     // `first`: this warp's first value dim. `scales`: of values, in shared memory.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned scales,
                                            int first) const {
-        if constexpr (HAS_BLOCKS) {
+        if constexpr (ValueSide::HAS_BLOCKS) {
             pv_blocks(out, probs, values, first);
-        } else if (view.value_format == CacheFormat::E4M3) {
+        } else if (view.format == CacheFormat::E4M3) {
             pv_bytes<CacheFormat::E4M3>(out, probs, values, scales, first);
-        } else if (view.value_format == CacheFormat::I8) {
+        } else if (view.format == CacheFormat::I8) {
             pv_bytes<CacheFormat::I8>(out, probs, values, scales, first);
         } else {
             pv_bytes<CacheFormat::E5M2>(out, probs, values, scales, first);
@@ -442,7 +450,7 @@ struct Products : QueryFragments {
 
     // The value dim, counted from this warp's first, of output element [tile][.][element].
     __device__ __forceinline__ int value_dim_of(int tile, int element) const {
-        if (CACHE_CLASS == CacheClass::Q8_0) {
+        if (ValueSide::IS_Q8_0) {
             int block = tile / 2, ahead = block & 1 ? 0 : 2;
             return 32 * block + ((4 * (lane >> 2) + 2 * (tile & 1) + (element >> 1) + ahead) & 31);
         }

@@ -3,22 +3,19 @@
 #include "common/copy.cuh"
 #include "decode/decode_shape.cuh"
 
-struct Products {
+static __device__ __forceinline__ float4 load_four(unsigned from) {
+    uint4 x = ld_shared_v4(from);
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+}
+
+static __device__ __forceinline__ float dot_four(float sum, float4 a, float4 b) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// S^T = K Q^T.
+struct FmaKeys {
     unsigned query; // shared memory, first row of this warp
     int lane;
-
-    static __device__ __forceinline__ float4 load_four(unsigned from) {
-        float4 x;
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "r"(from)
-                     : "memory");
-        return x;
-    }
-
-    static __device__ __forceinline__ float dot_four(float sum, float4 a, float4 b) {
-        return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
-    }
 
     __device__ __forceinline__ void load_query_fragments() {}
 
@@ -53,10 +50,16 @@ struct Products {
                     for (int e = 0; e < 4; e++) scores[k][n][e] += part[k][n][e];
         }
     }
+};
 
-    // `first`: the byte of a row at which this warp's value dims start.
-    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, int first) const {
-        int at = first + (lane >> 2) * 16;
+// O^T = V^T P^T.
+struct FmaValues {
+    int lane;
+
+    // `first`: this warp's first value dim.
+    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned,
+                                           int first) const {
+        int at = first * ELEMENT_BYTES + (lane >> 2) * 16;
 #pragma unroll
         for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll

@@ -5,7 +5,10 @@
 #pragma once
 #include "decode/decode_query.cuh"
 
-struct Products : QueryFragments {
+// S^T = K Q^T of keys in the type of queries.
+struct ElementKeys : QueryFragments {
+    template <class View> __device__ __forceinline__ void set(const View &) {}
+
     // Tensor cores truncate sums instead of rounding them, and the errors add up where terms have one sign. Large head
     // dims are therefore accumulated in parts.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
@@ -55,9 +58,17 @@ struct Products : QueryFragments {
             }
         }
     }
+};
 
-    // `first`: the byte of a row at which this warp's value dims start.
-    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, int first) const {
+// O^T = V^T P^T of values in the type of queries.
+struct ElementValues {
+    int lane;
+
+    template <class View> __device__ __forceinline__ void set(const View &, bool, bool) {}
+
+    // `first`: this warp's first value dim.
+    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned,
+                                           int first) const {
         unsigned b[MMA_KEY_TILES][MMA_ROW_TILES][2];
 #pragma unroll
         for (int k = 0; k < MMA_KEY_TILES; k++)
@@ -66,7 +77,7 @@ struct Products : QueryFragments {
                 b[k][n][0] = movmatrix_transposed(E::pack(probs[k][n][0], probs[k][n][1]));
                 b[k][n][1] = movmatrix_transposed(E::pack(probs[k][n][2], probs[k][n][3]));
             }
-        int row = (lane & 7) + (lane & 16) / 2, at = first + (lane & 8) * 2;
+        int row = (lane & 7) + (lane & 16) / 2, at = first * ELEMENT_BYTES + (lane & 8) * 2;
 #pragma unroll
         for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll

@@ -9,7 +9,7 @@
 // for each other; it is known before the preceding kernel has ended if the host knows how long lists are.
 #include "common/lists.cuh"
 #include "decode/decode_groups.cuh"
-#include "decode/decode_mma.cuh"
+#include "decode/decode_products.cuh"
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
 #include "decode/stream_k.cuh"
@@ -227,14 +227,14 @@ struct PageWorker {
                 cp_async_wait<1>();
                 synchronize();
             }
-            if (round == 0) products.load_query_fragments();
+            if (round == 0) products.keys.load_query_fragments();
             if (round < 0 || ahead - step >= end) continue;
             unsigned keys = ring + stage * STAGE_BYTES;
             Scores scores = {};
-            products.mma_qk(scores, keys);
+            products.keys.mma_qk(scores, keys);
             scale_scores(scores, seen);
             softmax_step(scores);
-            products.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, 0);
+            products.values.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, 0, 0);
         }
     }
 
@@ -256,7 +256,7 @@ struct PageWorker {
         for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                mine[(first_row + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][0][e];
+                mine[(first_row + (e & 1)) * OUT_PITCH + products.values.value_dim_of(v, e)] = out[v][0][e];
     }
 };
 
@@ -291,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) decode(const __grid
     w.lane = threadIdx.x & 31;
     w.group = threadIdx.x >> 5;
     w.query = shared_address(dynamic_shared + QUERY_OFFSET);
-    w.products.query = w.query;
-    w.products.lane = w.lane;
+    w.products.keys.query = w.query;
+    w.products.keys.lane = w.products.values.lane = w.lane;
     w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
     touch_parameters(params);
 

@@ -6,8 +6,9 @@
 
 // Rows of elements, which fill chunks of 16 bytes. Several lanes copy a row, the others the next rows. Rows may be
 // shorter than DIM in the fallback: zeros follow.
-template <int DIM, int PITCH> struct ElementRows {
-    static constexpr int CHUNKS = DIM / CACHE_CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
+template <class Side> struct ElementRows {
+    static constexpr int DIM = Side::DIMS, PITCH = Side::PITCH, CHUNKS = Side::CHUNKS, LANES = CHUNKS % 8 == 0 ? 8 : 4,
+                         AT_ONCE = 32 / LANES;
     static constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
     static constexpr bool KEEPS_LANE = DIM <= 256; // long rows have no registers to spare
 
@@ -37,13 +38,13 @@ template <int DIM, int PITCH> struct ElementRows {
             bool present = key + i * AT_ONCE < keys;
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
-                bool in_row = !IS_FALLBACK || column + j * LANES * 16 < dims * CACHE_BYTES;
+                bool in_row = !IS_FALLBACK || column + j * LANES * 16 < dims * Side::BYTES;
                 int bytes = present && in_row ? 16 : 0;
                 if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
                 unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column + j * LANES * 16 % 128);
                 unsigned to_chunk = place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128;
                 const void *chunk = (const void *)(source + j * LANES * 16);
-                if (DIM * CACHE_BYTES % 128)
+                if (Side::ROW_BYTES % 128)
                     cp_async_alone(to_chunk, chunk, bytes);
                 else
                     cp_async(to_chunk, chunk, bytes);
@@ -55,13 +56,13 @@ template <int DIM, int PITCH> struct ElementRows {
 // Rows of blocks, which start at multiples of 4, 8 or 16 bytes. Several lanes copy a row in whole chunks of 16 bytes,
 // the others the next rows; what is left of a row is copied by one lane. Sources are without the offset of a run,
 // places are in a pipeline stage.
-template <int DIM, int PITCH> struct BlockRows {
-    static constexpr int ALIGNMENT = row_alignment(DIM), CHUNKS = row_chunks(DIM);
+template <class Side> struct BlockRows {
+    static constexpr int PITCH = Side::PITCH, ALIGNMENT = Side::ALIGNMENT, CHUNKS = Side::CHUNKS;
     static constexpr int LANES = CHUNKS > 8 ? 8 : CHUNKS > 4 ? 4 : 2, AT_ONCE = 32 / LANES;
     static constexpr int COLUMN_ROUNDS = (CHUNKS - 1) / LANES, CHUNK_BYTES = COLUMN_ROUNDS * LANES * 16;
     static constexpr int REST = CHUNKS - COLUMN_ROUNDS * LANES; // chunks
-    static_assert(REST <= 2 && CHUNK_BYTES <= row_bytes(DIM), "whole chunks, then one or two");
-    static_assert(ALIGNMENT == 4 || row_bytes(DIM) == CHUNK_BYTES + ALIGNMENT, "then one piece");
+    static_assert(REST <= 2 && CHUNK_BYTES <= Side::ROW_BYTES, "whole chunks, then one or two");
+    static_assert(ALIGNMENT == 4 || Side::ROW_BYTES == CHUNK_BYTES + ALIGNMENT, "then one piece");
 
     unsigned long long chunks, rest;
     unsigned chunks_to, rest_to;
@@ -114,7 +115,7 @@ template <int DIM, int PITCH> struct BlockRows {
         } else if (ALIGNMENT == 16) {
             cp_async_sectors(to + rest_to, (const void *)start, present ? 16 : 0);
         } else {
-            int bytes = present ? (int)(start & 15) + row_bytes(DIM) - CHUNK_BYTES : 0;
+            int bytes = present ? (int)(start & 15) + Side::ROW_BYTES - CHUNK_BYTES : 0;
 #pragma unroll
             for (int j = 0; j < REST; j++) {
                 int at = CHUNK_BYTES + j * 16;
@@ -125,11 +126,11 @@ template <int DIM, int PITCH> struct BlockRows {
     }
 };
 
-template <bool BLOCKS, int DIM, int PITCH> struct CacheRowsOf {
-    typedef ElementRows<DIM, PITCH> Type;
+template <class Side, bool BLOCKS = Side::HAS_BLOCKS> struct SideRows {
+    typedef ElementRows<Side> Type;
 };
-template <int DIM, int PITCH> struct CacheRowsOf<true, DIM, PITCH> {
-    typedef BlockRows<DIM, PITCH> Type;
+template <class Side> struct SideRows<Side, true> {
+    typedef BlockRows<Side> Type;
 };
-typedef CacheRowsOf<HAS_BLOCKS, HEAD_DIM, KEY_PITCH>::Type KeyRows;
-typedef CacheRowsOf<HAS_BLOCKS, VALUE_DIM, VALUE_PITCH>::Type ValueRows;
+typedef SideRows<KeySide>::Type KeyRows;
+typedef SideRows<ValueSide>::Type ValueRows;

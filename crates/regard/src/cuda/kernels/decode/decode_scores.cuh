@@ -46,7 +46,7 @@ template <class Change> static __device__ __forceinline__ void for_each_score(Sc
 // being fused with a later subtraction, so a score has the same bits whichever branch its K tile takes.
 static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, Scores &scores,
                                                      const RowView &view, int first_key, int lane) {
-#if CACHE < 1 || CACHE > 3 // scores of codes are scaled already, per row and key
+#if !READS_CODES // scores of codes are scaled already, per row and key
     // Unmodified scores: log2(e) is folded into the scale.
     bool unmodified = !IS_FALLBACK || params.unmodified_scores;
     float scale = unmodified ? params.scale * LOG2_E : params.scale;

@@ -4,8 +4,47 @@
 #include "common/cache_class.cuh"
 #include "common/element.cuh"
 
-constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == CacheClass::Q4_0;
-constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes || HAS_BLOCKS; // codes in shared memory
+typedef Element<ElementType(ELEMENT_TYPE)> E;
+typedef E::Bits Bits;
+
+constexpr bool WIDE_ELEMENT = ElementType(ELEMENT_TYPE) == ElementType::F32;
+constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
+constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
+
+// An element of rows of a class that has no blocks.
+template <bool BYTES> struct StoredElement {
+    typedef Bits Type;
+};
+template <> struct StoredElement<true> {
+    typedef unsigned char Type;
+};
+
+// How rows of keys, or of values, are stored, and how they lie in shared memory.
+template <CacheClass CLASS, int DIM> struct Side {
+    static constexpr int DIMS = DIM;
+    static constexpr bool IS_BYTES = CLASS == CacheClass::Bytes, IS_Q8_0 = CLASS == CacheClass::Q8_0;
+    static constexpr bool HAS_BLOCKS = IS_Q8_0 || CLASS == CacheClass::Q4_0, HAS_CODES = IS_BYTES || HAS_BLOCKS;
+    typedef typename StoredElement<IS_BYTES>::Type Item;
+
+    // An element in memory: a code, or a block of 32 values.
+    static constexpr int BLOCK_BYTES = IS_Q8_0 ? 34 : 18;
+    static constexpr int BYTES = IS_BYTES ? 1 : HAS_BLOCKS ? BLOCK_BYTES : ELEMENT_BYTES;
+    static constexpr int ITEMS_PER_CHUNK = 16 / sizeof(Item);
+    static constexpr int ROW_BYTES = HAS_BLOCKS ? DIM / 32 * BLOCK_BYTES : DIM * BYTES;
+
+    // Rows of blocks start at multiples of 4, 8 or 16 bytes, and are copied from the multiple of 16 before.
+    static constexpr int ALIGNMENT = ROW_BYTES % 16 == 0 ? 16 : ROW_BYTES % 8 == 0 ? 8 : 4;
+    static constexpr int CHUNKS = HAS_BLOCKS ? (ROW_BYTES + 16 - ALIGNMENT + 15) / 16 : ROW_BYTES / 16;
+
+    // Shared-memory swizzle: rows start at multiples of 128 bytes, and 16-byte chunk c of row r is stored at chunk c ^
+    // (r % 8), so that 8 rows have no bank conflict. (Padded rows instead of a swizzle measured 5% slower.) Two rows of
+    // 64 bytes share 128 bytes. Rows of blocks, which are read word by word, have an odd number of chunks instead.
+    static constexpr int PITCH = HAS_BLOCKS ? (CHUNKS | 1) * 16 : ROW_BYTES == 64 ? 64 : (ROW_BYTES + 127) / 128 * 128;
+};
+typedef Side<KEY_CLASS, HEAD_DIM> KeySide;
+typedef Side<VALUE_CLASS, VALUE_DIM> ValueSide;
+
+constexpr bool HAS_CODES = KeySide::HAS_CODES || ValueSide::HAS_CODES; // codes in shared memory
 static_assert(!HAS_CODES || ElementType(ELEMENT_TYPE) != ElementType::F32, "codes are multiplied in f16");
 static_assert(CACHE_CLASS != CacheClass::Any || ElementType(ELEMENT_TYPE) == ElementType::F32, "any format is in f32");
 
@@ -16,17 +55,10 @@ constexpr int MMA_KEY_TILES =
     : ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (TILE_ROWS == 8 ? 128 : 256) ? 2
                                                                                                             : 1;
 
-typedef Element<ElementType(ELEMENT_TYPE)> E;
-typedef E::Bits Bits;
-
 // The specialized kernel (FALLBACK = 0) takes unmodified scores (scale, length, causality, window) and aligned rows of
 // exact dims in page-aligned runs of 16 keys (LoadKind::PageAligned16). It gives the same bits as the fallback with
 // half the code, because a short call spends most of its time on instruction fetches.
 constexpr bool IS_FALLBACK = FALLBACK;
-
-constexpr bool WIDE_ELEMENT = ElementType(ELEMENT_TYPE) == ElementType::F32;
-constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
-constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
 
 // Keys per K tile of a group of warps.
 constexpr int TILE_KEYS = 16 * MMA_KEY_TILES;
@@ -35,36 +67,10 @@ constexpr int TILE_KEYS = 16 * MMA_KEY_TILES;
 // their tiles are longer and a short call is over sooner on more CTAs. Keep in step with schedule.rs.
 static __device__ __forceinline__ int min_units(int groups) { return HAS_CODES ? (groups + 1) / 2 : groups; }
 
-// An element of keys and values in memory: a code, or a block of 32 values.
-constexpr int BLOCK_BYTES = CACHE_CLASS == CacheClass::Q8_0 ? 34 : 18;
-constexpr int CACHE_BYTES = CACHE_CLASS == CacheClass::Bytes ? 1 : HAS_BLOCKS ? BLOCK_BYTES : ELEMENT_BYTES;
-template <bool BYTES> struct CacheElementOf {
-    typedef Bits Type;
-};
-template <> struct CacheElementOf<true> {
-    typedef unsigned char Type;
-};
-typedef CacheElementOf<CACHE_CLASS == CacheClass::Bytes>::Type CacheElement;
-constexpr int CACHE_CHUNK = 16 / sizeof(CacheElement); // of them per 16-byte chunk
-constexpr int row_bytes(int dim) { return HAS_BLOCKS ? dim / 32 * BLOCK_BYTES : dim * CACHE_BYTES; }
-
-// Rows of blocks start at multiples of 4, 8 or 16 bytes, and are copied from the multiple of 16 before.
-constexpr int row_alignment(int dim) { return row_bytes(dim) % 16 == 0 ? 16 : row_bytes(dim) % 8 == 0 ? 8 : 4; }
-constexpr int row_chunks(int dim) {
-    return HAS_BLOCKS ? (row_bytes(dim) + 16 - row_alignment(dim) + 15) / 16 : row_bytes(dim) / 16;
-}
-
-// Shared-memory swizzle: rows start at multiples of 128 bytes, and 16-byte chunk c of row r is stored at chunk c ^ (r %
-// 8), so that 8 rows have no bank conflict. (Padded rows instead of a swizzle measured 5% slower.) Two rows of 64 bytes
-// share 128 bytes. Rows of blocks, which are read word by word, have an odd number of chunks instead.
-constexpr int row_pitch(int dim) {
-    return HAS_BLOCKS ? (row_chunks(dim) | 1) * 16 : row_bytes(dim) == 64 ? 64 : (row_bytes(dim) + 127) / 128 * 128;
-}
 constexpr int QUERY_PITCH = (HEAD_DIM * ELEMENT_BYTES + 127) / 128 * 128;
-constexpr int KEY_PITCH = row_pitch(HEAD_DIM);
-constexpr int VALUE_PITCH = row_pitch(VALUE_DIM);
+constexpr int KEY_PITCH = KeySide::PITCH, VALUE_PITCH = ValueSide::PITCH;
 // Scales of codes: one per key for keys and for values.
-constexpr int SCALE_BYTES = CACHE_CLASS == CacheClass::Bytes ? TILE_KEYS * 8 : 0;
+constexpr int SCALE_BYTES = KeySide::IS_BYTES || ValueSide::IS_BYTES ? TILE_KEYS * 8 : 0;
 // Rows of any format are copied as they are stored, and then made f32 in place (decode_stored.cuh): room for that, and
 // notes per row.
 constexpr int STORED_ROOM = CACHE_CLASS == CacheClass::Any ? TILE_KEYS * 64 : 0, ROW_NOTE_BYTES = 8;
@@ -73,9 +79,9 @@ constexpr int NOTE_BYTES = CACHE_CLASS == CacheClass::Any ? 2 * TILE_KEYS * ROW_
 constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH) + 2 * STORED_ROOM + SCALE_BYTES + NOTE_BYTES;
 // One stage where two would not fit into the 99 KB of a consumer GPU, and for rows of any format, which take more time
 // to convert than to copy; three where stages are small blocks. Keep in step with shape.rs.
-constexpr int STAGES = CACHE_CLASS == CacheClass::Any || STAGE_BYTES > 48 * 1024 ? 1
-                       : HAS_BLOCKS && STAGE_BYTES <= 6 * 1024                   ? 3
-                                                                                 : 2;
+constexpr int STAGES = CACHE_CLASS == CacheClass::Any || STAGE_BYTES > 48 * 1024                 ? 1
+                       : KeySide::HAS_BLOCKS && ValueSide::HAS_BLOCKS && STAGE_BYTES <= 6 * 1024 ? 3
+                                                                                                 : 2;
 constexpr int PREFETCH_DISTANCE = STAGES - 1; // K tiles that copies run ahead of the MMAs
 constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 

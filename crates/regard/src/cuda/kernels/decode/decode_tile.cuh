@@ -28,7 +28,7 @@ struct Shared {
     RowFacts rows[TILE_ROWS];
     float max[MAX_KEY_GROUPS][TILE_ROWS];
     float sum[MAX_KEY_GROUPS][TILE_ROWS];
-#if CACHE >= 1 && CACHE <= 3
+#if READS_CODES
     float query_scale[TILE_ROWS]; // inverse powers of two
 #endif
     // Running states of a tile's rows in batch-invariant mode; double-buffered, because one is read while the other is

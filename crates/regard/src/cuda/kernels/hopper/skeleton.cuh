@@ -170,8 +170,7 @@ zero_invisible_values(const PrefillTile &tile, int first_key, unsigned values, i
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < bytes / 16; i += 128) {
         int key = first_key + i / 8 % COUNT;
-        if (key < tile.seq_start || key >= tile.seq_end)
-            asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + i * 16), "r"(0) : "memory");
+        if (key < tile.seq_start || key >= tile.seq_end) st_shared_v4(values + i * 16, make_uint4(0, 0, 0, 0));
     }
     hopper::fence_proxy_async();
     hopper::named_barrier_sync(barrier, 128);
