@@ -2,7 +2,7 @@
 //! accepts lacks a case.
 #![cfg(feature = "cuda")]
 
-use regard::cuda::registry::MODULES;
+use regard::cuda::registry::{Cache, MODULES};
 use regard::cuda::{DeviceMemory, launches};
 use regard::{Outputs, Plan, Problem, Tensor, TensorMut};
 use regard_cases::coverage::cuda::{Cuda, OTHERS};
@@ -123,6 +123,10 @@ fn fallback_modules_accept_everything() {
         Cuda::all().subjects().into_iter().map(|subject| subject.name).collect();
     names.retain(|name| is_fallback(name));
     assert!(names.len() > 40, "{names:?}");
+    let is_of_pair = |name: &str| {
+        let is_pair = |cache| matches!(cache, Cache::Pair(..));
+        MODULES.iter().any(|module| module.name() == name && is_pair(module.cache()))
+    };
     let mut fallbacks = 0;
     for coverage in coverages() {
         let name = &coverage.subject.name;
@@ -148,6 +152,8 @@ fn fallback_modules_accept_everything() {
             | Feature::SecondLists
             | Feature::PageLists
             | Feature::PageNumbers => true,
+            // Keys of one type and values of another are not in one pool, nor parts of each other.
+            Feature::OnePool | Feature::KeyPrefix => is_of_pair(name),
             // Keys in two parts are decoded by modules for caches in any format.
             Feature::TwoParts => name.starts_with("prefill") || !name.contains("_any_"),
             // A module reads one kind of cache.
