@@ -23,7 +23,7 @@ while [[ "${1:-}" == --* ]]; do
     esac
     shift 2
 done
-modules="${1:-prefill_.*|mask_map}" cases="${2-prefill/ wide/}"
+modules="${1:-prefill_.*|mask_map|widen}" cases="${2-prefill/ wide/}"
 if [ "$(uname -m)" != x86_64 ]; then
     echo "emulate: cannot run here: needs x86-64"
     exit 3
@@ -38,6 +38,7 @@ compile() {
     shift 2
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
     [ "$source" = append.cu ] && kind=-DAPPEND
+    [ "$source" = widen.cu ] && kind=-DWIDEN
     [ "$source" = decode.cu ] && kind=-DDECODE
     [ "$source" = decode_pages.cu ] && kind=-DDECODE_PAGES
     [ "$source" = decode_codes_sm90.cu ] && kind=-DDECODE_CODES
@@ -47,7 +48,7 @@ compile() {
 }
 export -f compile
 export folder
-cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|prefix_|mask_map|append)/' | grep -E "^($modules) " |
+cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|prefix_|mask_map|append|widen)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
 # One process a part, as many at once as there are cores: the emulation is one thread.

@@ -37,6 +37,9 @@
 #include "utility/append.cu"
 #define THREADS 256
 #define SHARED_BYTES 16
+#elif defined(WIDEN)
+#include "utility/widen.cu"
+#define SHARED_BYTES 16
 #elif defined(MASK_MAP)
 #include "prefill/mask_map.cu"
 #define THREADS 256
@@ -98,6 +101,8 @@ static void call_kernel() {
     decode(CALL);
 #elif defined(APPEND)
     append(*launch->append);
+#elif defined(WIDEN)
+    widen(*launch->attention, *launch->widening);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
 #elif defined(HOPPER) && !PREFIX

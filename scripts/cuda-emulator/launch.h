@@ -11,6 +11,7 @@ struct EmulatedLaunch {
     enum { SCHEDULE, PREFIX_ITEMS, MERGE_PREFIX } entry; // of a module for prefix groups
     const ListedParameters *listed; // of rows with lists of keys
     const AppendParameters *append;
+    const WidenParameters *widening;
     const KvTensor *rest; // key dims from the value dim on, for modules that take them as a tensor of their own
     const TensorMap *rest_map; // the same, by a tensor map
     unsigned blocks[2]; // clusters, of kernels that have them

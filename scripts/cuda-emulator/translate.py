@@ -170,8 +170,8 @@ def translate(s):
 
 
 for path in sorted(glob.glob("*/*.cu*", root_dir=KERNELS)):
-    # The emulator runs one of the utility kernels, `append`.
-    other = path.startswith("utility/") and path not in ("utility/append.cu", "utility/quantize.cuh")
+    # Of the utility kernels the emulator runs `append` and `widen`.
+    other = path.startswith("utility/") and path not in ("utility/append.cu", "utility/quantize.cuh", "utility/widen.cu")
     if path in REPLACED or other or not os.path.isdir(os.path.dirname(f"{FOLDER}/{path}")):
         continue
     s = open(f"{KERNELS}/{path}").read()

@@ -209,6 +209,11 @@ inline double score_of(const AttentionParameters &p, const StoredCache &cache, c
     return score;
 }
 
+// Scales of keys or values that were copied without them.
+inline float head_scale(const HeadScales &scales, int kv_head) {
+    return scales.pointer ? ((const float *)scales.pointer)[kv_head * scales.stride] : 1.0f;
+}
+
 // The byte of the tile map for a key.
 inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token, int head, long long key) {
     if (!t.map.pointer) return MapKind::Mixed;
@@ -297,6 +302,7 @@ inline void attend_row(const AttentionParameters &p, const StoredCache &cache, c
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
     std::vector<double> out(p.value_dim, 0.0);
+    const float value_scale = head_scale(t.value_scales, head / p.group);
     for (size_t i = 0; i < keys.size(); i++) {
         if (scores[i] == -INFINITY) continue;
         double weight = std::exp(scores[i] - most);
@@ -304,7 +310,7 @@ inline void attend_row(const AttentionParameters &p, const StoredCache &cache, c
         const Pools &pools = keys[i].in_second ? second_cache : first_cache;
         load_stored(pools.attention, s, pools.attention.values, pools.cache.value_format, pools.cache.value_scales, pools.cache.value_scale_strides,
                     keys[i].address, head / p.group, p.value_dim, value);
-        for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
+        for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i] * value_scale;
     }
     long long to = s.index * p.out.strides.batch + place * p.out.strides.token + head * p.out.strides.head;
     for (int i = 0; i < p.value_dim; i++) store(p.out.pointer, to + i, p.out_f32 ? ElementType::F32 : type, sum > 0 ? out[i] / sum : 0.0);
@@ -331,7 +337,36 @@ inline void attend(const AttentionParameters &p, const StoredCache &cache, const
         if (s.q_len < least || s.q_len > most) continue;
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int token = 0; token < s.q_len; token++) {
-            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, cache, t, s, lists, token, head);
+            for (int head = 0; head < p.kv_heads * p.group; head++) {
+                AttentionParameters of_head = p;
+                of_head.scale *= head_scale(t.key_scales, head / p.group);
+                attend_row(of_head, cache, t, s, lists, token, head);
+            }
+        }
+    }
+}
+
+// Copies of keys and values in the type of queries, without scales.
+inline void widen(const AttentionParameters &p, const WidenParameters &w) {
+    AttentionParameters contiguous = p;
+    contiguous.block_size = 0;
+    for (int index = 0; index < p.batch; index++) {
+        const Sequence s = sequence_of(p, index);
+        if (s.q_len < w.min_query_len) continue;
+        auto copy = [&](const KvTensor &from, const KvTensor &to, CacheFormat format, long long key, int head, int dims) {
+            const long long at = place_of_key(p, s, key, from.strides) + head * from.strides.head;
+            const long long copied = place_of_key(contiguous, s, key, to.strides) + head * to.strides.head;
+            for (int i = 0; i < dims; i++) {
+                const bool is_code = format >= CacheFormat::E4M3;
+                const double x = is_code ? code_value(((const unsigned char *)from.pointer)[at + i], format) : load(from.pointer, at + i, (ElementType)(int)format);
+                store(to.pointer, copied + i, w.query_type, x);
+            }
+        };
+        for (long long key = 0; key < s.kv_len; key++) {
+            for (int head = 0; head < p.kv_heads; head++) {
+                copy(p.keys, w.keys, w.key_format, key, head, p.head_dim);
+                copy(p.values, w.values, w.value_format, key, head, p.value_dim);
+            }
         }
     }
 }

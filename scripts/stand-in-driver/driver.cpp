@@ -57,6 +57,7 @@ struct Launch {
     ListedParameters listed;
     StoredCache cache;
     PrefillParameters prefill;
+    WidenParameters widening;
     PrefixParameters prefix;
     TensorMaps maps;
     TensorMap rest_map;
@@ -111,6 +112,14 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
+    if (function.emulated && entry == "widen") {
+        EmulatedLaunch emulated = {&launch.attention};
+        emulated.widening = &launch.widening;
+        emulated.blocks[0] = launch.blocks[0];
+        emulated.blocks[1] = launch.blocks[1];
+        emulate(function.emulated, emulated);
+        return;
+    }
     if (function.emulated && entry == "append") {
         EmulatedLaunch emulated = {};
         emulated.append = &launch.append;
@@ -122,7 +131,13 @@ void run(const Launch &launch) {
     // Without emulation `decode` attends to all keys of all sequences, and nothing is left for prefix groups.
     const ListParameters *lists = function.has_lists ? &launch.listed.lists : nullptr;
     if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len, lists);
-    if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, launch.prefill.min_query_len, all);
+    if (function.entry == "prefill") {
+        PrefillParameters prefill = launch.prefill;
+        // Codes that are read as they are have the same scales in the parameters of their cache.
+        if (function.has_cache) prefill.key_scales = prefill.value_scales = {};
+        attend(launch.attention, launch.cache, prefill, prefill.min_query_len, all);
+    }
+    if (function.entry == "widen") widen(launch.attention, launch.widening);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);
@@ -147,6 +162,10 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
             launch.maps.value = *(const TensorMap *)arguments[3];
         }
     }
+    if (entry == "widen") {
+        launch.attention = *(const AttentionParameters *)arguments[0];
+        launch.widening = *(const WidenParameters *)arguments[1];
+    }
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[1]};
     if (entry == "decode" && launch.function->has_any) launch.cache.rest = *(const KvTensor *)arguments[2];
@@ -161,7 +180,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
         if (launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2]};
-        bool sound = expect_sound(launch.attention, launch.prefill);
+        bool sound = expect_sound(launch.attention, launch.prefill) && expect_scales(launch.prefill, launch.cache, launch.function->has_cache);
         if (sound && launch.function->by_maps) {
             launch.maps = *(const TensorMaps *)arguments[2];
             sound = expect_maps(launch.attention, launch.prefill, launch.maps, launch.cache, launch.function->has_any);

@@ -103,6 +103,12 @@ inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &
            expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.map.pointer || p.mask_kind != MaskKind::None, "a map without a mask");
 }
 
+// Scales of heads are those of the codes that the kernel reads, or of codes that were copied without them.
+inline bool expect_scales(const PrefillParameters &t, const CacheParameters &cache, bool has_cache) {
+    return !has_cache || (expect(!t.key_scales.pointer || t.key_scales.pointer == cache.key_scales, "scales of keys") &&
+                          expect(!t.value_scales.pointer || t.value_scales.pointer == cache.value_scales, "scales of values"));
+}
+
 // The tensor that a map is of.
 inline KvTensor tensor_of(const TensorMap &map) {
     Encoded found;

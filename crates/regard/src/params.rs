@@ -320,12 +320,24 @@ parameters! {
         /// Maximum keys of a ragged sequence, likewise.
         kv_len_bound: i32,
     }
-    /// Further parameters of the prefill kernels: the tile scheduler, and the tile map of a mask.
+    /// Scales that all keys, or all values, of a head share.
+    HeadScales {
+        /// f32 [Hkv], or one for all heads; 0 if all are 1.
+        pointer: u64,
+        /// From head to head, in elements.
+        stride: i64,
+    }
+    /// Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask, and
+    /// scales of codes that were widened.
     PrefillParameters {
         /// Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
         counters: u64,
         /// The tile map of the mask.
         map: TileMap,
+        /// Scales of keys.
+        key_scales: HeadScales,
+        /// Scales of values.
+        value_scales: HeadScales,
         /// Tiles in all if the host knows that all query lengths are equal; else 0.
         tiles: i64,
         /// Row tiles of each (sequence, query head), where `tiles` is given.
@@ -336,6 +348,25 @@ parameters! {
         min_query_len: i32,
         /// Keys per TMA box; divides both K tiles and pages.
         box_keys: i32,
+    }
+    /// Widening: copies of keys and values in the type of queries, without scales, for prefill.
+    WidenParameters {
+        /// The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk].
+        keys: KvTensor,
+        /// The copy of values, like that of keys.
+        values: KvTensor,
+        /// How keys are stored: as codes of 8 bits, or in the type of queries.
+        key_format: CacheFormat,
+        /// How values are stored, likewise.
+        value_format: CacheFormat,
+        /// The type of queries, of 16 bits.
+        query_type: ElementType,
+        /// Sequences of fewer query tokens are not widened.
+        min_query_len: i32,
+        /// Blocks of keys per sequence, each for one CTA.
+        key_blocks: i32,
+        /// Whether all rows start at multiples of 16 bytes.
+        aligned: i32,
     }
     /// A prefix group: sequences whose rows attend to a shared prefix together.
     PrefixGroup {
@@ -573,7 +604,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 23] = [
+const CUDA: [Layout; 25] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -588,7 +619,9 @@ const CUDA: [Layout; 23] = [
     StreamK::LAYOUT,
     TileMap::LAYOUT,
     AttentionParameters::LAYOUT,
+    HeadScales::LAYOUT,
     PrefillParameters::LAYOUT,
+    WidenParameters::LAYOUT,
     PrefixGroup::LAYOUT,
     PrefixParameters::LAYOUT,
     CacheParameters::LAYOUT,

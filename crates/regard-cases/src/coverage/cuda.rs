@@ -127,7 +127,7 @@ const WIDE_GROUPS: [[usize; 5]; 3] = [[1, 72, 1, 70, 3], [2, 128, 1, 700, 2], [1
 
 /// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys
 /// and more than modules for short ones take.
-const PREFILL: [[usize; 5]; 9] = [
+const PREFILL: [[usize; 5]; 12] = [
     [40, 2, 1, 90, 1],
     [40, 4, 1, 90, 3],
     [70, 2, 2, 130, 3],
@@ -137,6 +137,10 @@ const PREFILL: [[usize; 5]; 9] = [
     [70, 2, 1, 600, 3],
     [40, 2, 1, 1100, 3],
     [200, 1, 1, 1100, 1],
+    // Too few rows per key for a copy of codes.
+    [70, 1, 1, 90, 2],
+    [70, 1, 1, 600, 3],
+    [70, 1, 1, 1100, 3],
 ];
 
 /// Shapes that the prefill kernel for short windows takes: four heads and more per key/value head,
@@ -237,6 +241,7 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
             both(DType::E4M3, Granularity::Token),
             both(DType::E5M2, Granularity::Page),
             mixed(DType::E4M3, DType::I8),
+            mixed(DType::E4M3, queries),
         ],
     };
     caches.into_iter().map(of).collect()
@@ -275,10 +280,10 @@ impl Backend for Cuda {
     fn subjects(&self) -> Vec<Subject> {
         let mut subjects: Vec<_> =
             MODULES.iter().filter_map(|module| subject(module, &self.machines)).collect();
-        // One module for all types and head dims.
-        subjects.push(Subject {
-            name: Family::MaskMap.name().into(),
-            types: vec![Types::same(DType::BF16)],
+        // Modules for all types and head dims.
+        let utility = |family: Family, types| Subject {
+            name: family.name().into(),
+            types,
             values: Values::Separate,
             lists: false,
             page_lists: false,
@@ -287,7 +292,19 @@ impl Backend for Cuda {
             shapes: PREFILL.to_vec(),
             page_keys: 64,
             machines: self.machines.clone(),
-        });
+        };
+        subjects.push(utility(Family::MaskMap, vec![Types::same(DType::BF16)]));
+        let of = |queries, cache| Types { queries, cache };
+        let head = Granularity::Head;
+        subjects.push(utility(
+            Family::Widen,
+            vec![
+                of(DType::BF16, both(DType::E4M3, head)),
+                of(DType::F16, both(DType::I8, Granularity::Tensor)),
+                of(DType::BF16, CacheSpec { k: Some(DType::BF16), ..both(DType::E5M2, head) }),
+                of(DType::F16, CacheSpec { v: Some(DType::E4M3), ..both(DType::E5M2, head) }),
+            ],
+        ));
         subjects
     }
 
@@ -375,7 +392,7 @@ pub fn used(
         of_run = of_run.with(Feature::Beside);
     }
     let busy = |entry| match entry {
-        "prefill" | "mask_map" => prefills,
+        "prefill" | "mask_map" | "widen" => prefills,
         _ => decodes,
     };
     let combines = queued.clone().any(|(_, entry)| entry == "combine");

@@ -7,6 +7,7 @@ use super::plan::plan;
 use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
 use super::tensor_map::Described;
+use super::widen::WidenCall;
 use super::workspace::check_workspace;
 use super::{
     Decode, DeviceMemory, Launch, Launches, Prefill, RawWorkspace, Workspace, driver, launch,
@@ -560,10 +561,9 @@ impl Run<'_> {
     unsafe fn queue(&self, prepared: Prepared) -> Result<(), Error> {
         let scheduled = prepared.schedule;
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
-        if let Some(prefill) = &launches.prefill {
-            let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
+        if let Some(call) = launch::choose_prefill(problem, launches, inputs, outputs, workspace) {
             // SAFETY: passed on.
-            unsafe { self.prefill(prefill, &call, prepared.tile_map)? };
+            unsafe { self.prefill(&call, prepared.tile_map)? };
         }
         let prefix = self.prefix_call();
         let prefix_maps = prefix.as_ref().and_then(|call| call.maps);
@@ -590,8 +590,9 @@ impl Run<'_> {
     /// Queues the launches that make the tile maps of the mask, one for each kernel's tiles.
     unsafe fn map_mask(&self) -> Result<(), Error> {
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
-        let Some(prefill) = &launches.prefill else { return Ok(()) };
-        let call = launch::prefill_call(problem, prefill, inputs, outputs, workspace);
+        let call = launch::choose_prefill(problem, launches, inputs, outputs, workspace);
+        let Some(call) = call else { return Ok(()) };
+        let prefill = call.plan;
         let map = |kernel| mask_map::tile_map(prefill, kernel, problem, inputs);
         let specialized = map(&prefill.specialized);
         // Kernels of the same tiles have the same map.
@@ -659,15 +660,10 @@ impl Run<'_> {
         call
     }
 
-    /// Queues prefill, and before it the kernel that makes the tile map of a mask, unless the
-    /// workspace has it.
-    unsafe fn prefill(
-        &self,
-        plan: &Prefill,
-        call: &PrefillCall,
-        mapped: bool,
-    ) -> Result<(), Error> {
-        let maps = call.maps.map(|maps| self.tensor_maps(&maps)).transpose()?;
+    /// Queues prefill, and before it the kernels that make copies of keys and values, and the tile
+    /// map of a mask unless the workspace has it.
+    unsafe fn prefill(&self, call: &PrefillCall, mapped: bool) -> Result<(), Error> {
+        let maps = call.maps.map(|maps| self.tensor_maps(&maps, call.stored)).transpose()?;
         // Loaded before anything is queued, so that a failure leaves nothing queued.
         let function = self.gpu.function(&call.kernel.launch)?;
         let mut arguments = [
@@ -676,9 +672,13 @@ impl Run<'_> {
             maps.as_ref().map_or(argument(&call.cache), argument),
             argument(&call.cache),
         ];
+        if let Some(WidenCall { launch, attention, parameters }) = &call.widen {
+            // SAFETY: the kernel reads these; the caller has promised the rest.
+            unsafe { self.launch(launch, &mut [argument(attention), argument(parameters)])? };
+        }
         if let Some(map) = call.tile_map.filter(|_| !mapped) {
             // SAFETY: passed on.
-            unsafe { self.tile_map(plan, &map, &call.attention, &call.parameters)? };
+            unsafe { self.tile_map(call.plan, &map, &call.attention, &call.parameters)? };
         }
         let converts = usize::from(call.kernel.cache != Cache::Elements);
         let count = 2 + usize::from(maps.is_some()) + converts;
@@ -761,8 +761,12 @@ impl Run<'_> {
     }
 
     /// Encodes tensor maps with the driver.
-    fn tensor_maps(&self, maps: &launch::Maps) -> Result<TensorMaps, Error> {
-        let Problem { dtype, key_dtype, value_dtype, .. } = self.problem;
+    fn tensor_maps(
+        &self,
+        maps: &launch::Maps,
+        [key_dtype, value_dtype]: [DType; 2],
+    ) -> Result<TensorMaps, Error> {
+        let dtype = self.problem.dtype;
         self.gpu.bind()?;
         let encode = |argument, dtype, map: &Option<_>| match map {
             Some(map) if maps.as_bytes => driver::encode(argument, DType::I8, map),

@@ -1,28 +1,27 @@
-//! From operands to kernel parameters.
+//! The launches of a plan with operands: which module runs, its grid and its parameters.
 
 use super::lists::{kv_tensor, list_parameters};
 use super::mask_map;
+use super::operands::{
+    aligned_load_kind, attention, cache_parameters, has_head_scales, head_scales, load_kind,
+    reads_16_bytes, reads_block_rows, writes_16_bytes,
+};
 use super::registry::{Cache, Storage};
 use super::schedule::Schedule;
-use super::shape::row_alignment;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
+use super::widen::{Copies, WidenCall};
 use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, prefill, work};
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::kernel_parameters::{
-    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
-    tree_strides, window,
-};
-use crate::memory::Memory;
+use crate::kernel_parameters::count;
 use crate::params::{
-    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, PrefillParameters,
-    RowStrides, RowTensor, StreamK, TileMap as MapParameters, Window,
+    AttentionParameters, CacheParameters, KvTensor, ListParameters, LoadKind, PrefillParameters,
+    StreamK, TileMap as MapParameters,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{Tensor, TensorMut};
+use crate::tensor::Tensor;
 use crate::tile_map::TileMap;
 use crate::variant::{QueryOffset, Values};
 
@@ -56,7 +55,13 @@ pub(super) struct DecodeCall {
 
 /// A prefill launch with operands.
 pub(super) struct PrefillCall<'a> {
+    /// The copies of keys and values that the kernel reads, if it does not read the cache.
+    pub widen: Option<WidenCall>,
+    /// The plan of the kernel.
+    pub plan: &'a Prefill,
     pub kernel: &'a PrefillKernel,
+    /// The types of the keys and values that the kernel reads.
+    pub stored: [DType; 2],
     pub ctas: u32,
     pub attention: AttentionParameters,
     pub parameters: PrefillParameters,
@@ -106,9 +111,9 @@ pub fn launches(
     if problem.rows() == 0 {
         return Ok(queued);
     }
-    if let Some(prefill) = &launches.prefill {
-        let call = prefill_call(&problem, prefill, inputs, outputs, 0);
-        let map = call.tile_map.zip(prefill.map);
+    if let Some(call) = choose_prefill(&problem, launches, inputs, outputs, 0) {
+        queued.extend(call.widen.as_ref().map(|widen| widen.launch));
+        let map = call.tile_map.zip(call.plan.map);
         queued.extend(map.map(|(map, space)| mask_map::map_launch(&map, &space.launch)));
         queued.push(call.kernel.launch.with_ctas(call.ctas));
     }
@@ -158,48 +163,11 @@ pub fn tile_map(
     outputs: &Outputs<DeviceMemory>,
 ) -> Result<Option<TileMap>, Error> {
     let (problem, launches) = covered(plan, inputs, outputs)?;
-    let Some(prefill) = launches.prefill.as_ref().filter(|_| problem.rows() > 0) else {
+    if problem.rows() == 0 {
         return Ok(None);
-    };
-    Ok(prefill_call(&problem, prefill, inputs, outputs, 0).tile_map)
-}
-
-/// The parameters common to all kernels, from operands that are checked and covered by their plan.
-pub(super) fn attention(
-    problem: &Problem,
-    inputs: &Inputs<DeviceMemory>,
-    outputs: &Outputs<DeviceMemory>,
-    workspace: u64,
-) -> AttentionParameters {
-    let mut parameters = AttentionParameters {
-        workspace,
-        max_query_len: i32::MAX,
-        ..AttentionParameters::default()
-    };
-    set_shapes(&mut parameters, problem, inputs);
-    set_operands(&mut parameters, inputs, outputs);
-    set_variant(&mut parameters, problem, inputs);
-    parameters
-}
-
-/// Loads that keys and values allow. Queries have the same alignment.
-pub(super) fn load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> LoadKind {
-    let second = [inputs.attention.second_k, inputs.second_values()];
-    let operands = [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(second.iter().flatten());
-    match { operands }.all(reads_16_bytes) {
-        true => aligned_load_kind(problem),
-        false => LoadKind::Elements,
     }
-}
-
-/// Loads of rows that start at multiples of 16 bytes.
-fn aligned_load_kind(problem: &Problem) -> LoadKind {
-    let rows = [(problem.head_dim, problem.key_dtype), (problem.value_dim, problem.value_dtype)];
-    let fill_chunks = rows.iter().all(|(dim, dtype)| (dim * dtype.size()).is_multiple_of(16));
-    match fill_chunks && work::page_aligned_16(problem) {
-        true => LoadKind::PageAligned16,
-        false => LoadKind::Chunks,
-    }
+    let call = choose_prefill(&problem, launches, inputs, outputs, 0);
+    Ok(call.and_then(|call| call.tile_map))
 }
 
 /// Loads that keys and values allow to a decode kernel's module.
@@ -231,42 +199,6 @@ fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &D
                 true => aligned_load_kind(problem),
             }
         }
-    }
-}
-
-/// Whether rows of blocks start at multiples of what kernels assume, and runs of 16 rows equally
-/// far from multiples of 16 bytes.
-fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
-    let size = tensor.dtype().size() as i64;
-    let Some((&blocks, rows)) = tensor.shape().split_last() else { return false };
-    let alignment = row_alignment(blocks * tensor.dtype().size()) as i64;
-    let aligned = |(&n, &stride): (&usize, &i64)| {
-        n <= 1 || stride.checked_mul(size).is_some_and(|bytes| bytes % alignment == 0)
-    };
-    // Blocks of a pool, or sequences of a batch.
-    let first = rows.first().is_none_or(|&n| {
-        rows.len() < 3 || n <= 1 || tensor.strides()[0].wrapping_mul(size) % 16 == 0
-    });
-    tensor.address().is_multiple_of(alignment as u64)
-        && first
-        && rows.iter().zip(tensor.strides()).all(aligned)
-}
-
-/// The parameters of a cache that is not stored in the type of queries.
-fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CacheParameters {
-    let attention = &inputs.attention;
-    let strides = |scales: &Option<Tensor<DeviceMemory>>| {
-        scales.as_ref().map_or(RowStrides::default(), |scales| scale_strides(scales))
-    };
-    CacheParameters {
-        key_scales: address(&attention.k_scales),
-        value_scales: address(inputs.value_scales()),
-        key_scale_strides: strides(&attention.k_scales),
-        value_scale_strides: strides(inputs.value_scales()),
-        key_format: CacheFormat::from_dtype(problem.key_dtype),
-        value_format: CacheFormat::from_dtype(problem.value_dtype),
-        query_type: ElementType::from_dtype(problem.dtype),
-        unused: 0,
     }
 }
 
@@ -396,8 +328,31 @@ pub(super) fn decode_call(
     DecodeCall { module, ctas: schedule.ctas, parameters, cache, rest, lists, combine }
 }
 
+/// The prefill call of a plan for these operands: over a copy of keys and values, if there is one
+/// for their scales; else over the cache. `None` if all sequences run in decode.
+pub(super) fn choose_prefill<'a>(
+    problem: &Problem,
+    launches: &'a Launches,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+    workspace: u64,
+) -> Option<PrefillCall<'a>> {
+    let copies = launches.widened.as_ref().and_then(|widened| {
+        let copies = widened.copies(problem, inputs, outputs, workspace)?;
+        Some((widened, copies))
+    });
+    let Some((widened, copies)) = copies else {
+        let prefill = launches.prefill.as_ref()?;
+        return Some(prefill_call(problem, prefill, inputs, outputs, workspace));
+    };
+    let Copies { problem, inputs, key_scales, value_scales, call } = copies;
+    let prefill = prefill_call(&problem, &widened.prefill, &inputs, outputs, workspace);
+    let parameters = PrefillParameters { key_scales, value_scales, ..prefill.parameters };
+    Some(PrefillCall { widen: Some(call), parameters, ..prefill })
+}
+
 /// The prefill call for these operands.
-pub(super) fn prefill_call<'a>(
+fn prefill_call<'a>(
     problem: &Problem,
     plan: &'a Prefill,
     inputs: &Inputs<DeviceMemory>,
@@ -452,19 +407,25 @@ pub(super) fn prefill_call<'a>(
     if let Some(map) = tile_map {
         parameters.map = mask_map::parameters(&map, workspace);
     }
-    let cache = cache_parameters(problem, inputs);
-    PrefillCall { kernel, ctas, attention, parameters, cache, maps, tile_map }
-}
-
-/// Whether all keys of a head share a scale, and all values.
-fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
-    let shared = |scales: &Option<Tensor<DeviceMemory>>| {
-        scales.as_ref().is_none_or(|scales| {
-            let (_, outer) = scales.shape().split_last().expect("checked: of heads");
-            outer.iter().all(|&n| n == 1)
-        })
-    };
-    shared(&inputs.attention.k_scales) && shared(inputs.value_scales())
+    if kernel.head_scales {
+        parameters.value_scales = head_scales(inputs.value_scales());
+        // The kernel with `mma.sync` reads those of keys one by one.
+        if kernel.cache == Cache::Bytes {
+            parameters.key_scales = head_scales(&inputs.attention.k_scales);
+        }
+    }
+    PrefillCall {
+        widen: None,
+        plan,
+        kernel,
+        stored: [problem.key_dtype, problem.value_dtype],
+        ctas,
+        attention,
+        parameters,
+        cache: cache_parameters(problem, inputs),
+        maps,
+        tile_map,
+    }
 }
 
 /// Whether maxima stay maxima: some kernels take them before they multiply by the scale.
@@ -561,136 +522,4 @@ fn equal_lengths(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<(i6
         Some(KeyPositions { offset: KeyOffset::PerSequence(_), .. }) => return None,
     };
     Some((q_offset, keys))
-}
-
-fn set_shapes(
-    parameters: &mut AttentionParameters,
-    problem: &Problem,
-    inputs: &Inputs<DeviceMemory>,
-) {
-    parameters.batch = count(problem.batch);
-    parameters.kv_heads = count(problem.kv_heads);
-    parameters.group = count(problem.group());
-    parameters.head_dim = count(problem.head_dim);
-    parameters.value_dim = count(problem.value_dim);
-    let lengths = Lengths::from_operands(problem, inputs);
-    parameters.query_len = lengths.query_len;
-    parameters.kv_len = lengths.kv_len;
-    parameters.query_len_bound = lengths.query_len_bound;
-    parameters.kv_len_bound = lengths.kv_len_bound;
-    parameters.blocks = lengths.blocks;
-    if let KvStorage::Paged { block_size } = problem.keys {
-        parameters.block_size = count(block_size);
-        parameters.block_shift =
-            if block_size.is_power_of_two() { block_size.trailing_zeros() as i32 } else { -1 };
-    }
-    parameters.batch_invariant = problem.batch_invariant.into();
-    parameters.out_f32 = (problem.out_dtype == DType::F32 && problem.dtype != DType::F32).into();
-}
-
-/// Keys or values as kernels read them.
-pub(super) fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
-    tensor.as_ref().map_or(0, Tensor::address)
-}
-
-fn set_operands(
-    parameters: &mut AttentionParameters,
-    inputs: &Inputs<DeviceMemory>,
-    outputs: &Outputs<DeviceMemory>,
-) {
-    let Inputs { q, k, v, attention } = inputs;
-    let leading = q.rank() - 1;
-    let out = &outputs.out;
-    parameters.query = RowTensor { pointer: q.address(), strides: row_strides(q, leading) };
-    parameters.keys = kv_tensor(k);
-    parameters.values = kv_tensor(v);
-    parameters.out = RowTensor { pointer: out.address(), strides: row_strides(out, leading) };
-    if let Some(lse) = &outputs.lse {
-        parameters.lse = RowTensor { pointer: lse.address(), strides: row_strides(lse, leading) };
-    }
-    parameters.out_aligned = writes_four(out).into();
-    parameters.kv_lens = address(&attention.kv_lens);
-    parameters.cu_seqlens_q = address(&attention.cu_seqlens_q);
-    parameters.cu_seqlens_k = address(&attention.cu_seqlens_k);
-    if let Some(table) = &attention.block_table {
-        parameters.block_table = table.address();
-        parameters.block_table_stride = table.strides()[0];
-    }
-}
-
-/// Whether every row starts at a multiple of 16 bytes.
-fn reads_16_bytes(tensor: &Tensor<DeviceMemory>) -> bool {
-    let size = tensor.dtype().size() as i64;
-    let rows = tensor.shape().iter().zip(tensor.strides()).take(tensor.rank() - 1);
-    tensor.address().is_multiple_of(16)
-        && rows.into_iter().all(|(&n, &stride)| n <= 1 || (stride.wrapping_mul(size)) % 16 == 0)
-}
-
-/// Whether every row starts at a multiple of four elements.
-fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
-    has_rows_at(4, out)
-}
-
-/// Whether every row starts at a multiple of 16 bytes.
-fn writes_16_bytes(out: &TensorMut<DeviceMemory>) -> bool {
-    has_rows_at(16 / out.dtype().size(), out)
-}
-
-/// Whether every row starts at a multiple of `elements`.
-fn has_rows_at(elements: usize, out: &TensorMut<DeviceMemory>) -> bool {
-    let rows = out.shape().iter().zip(out.strides()).take(out.rank() - 1);
-    out.address().is_multiple_of((elements * out.dtype().size()) as u64)
-        && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % elements as i64 == 0)
-}
-
-/// Parameters of kernels for positions of keys, which have been checked.
-fn device_positions(positions: &Option<KeyPositions<Tensor<DeviceMemory>>>) -> DevicePositions {
-    let Some(positions) = positions else {
-        return DevicePositions { stride: 1, ..DevicePositions::default() };
-    };
-    let (offset, offsets) = match &positions.offset {
-        KeyOffset::Same(offset) => (*offset, 0),
-        KeyOffset::PerSequence(offsets) => (0, offsets.address()),
-    };
-    let stride = positions.stride as u64;
-    // Kernels do not divide by 1, whose inverse would not fit.
-    let inverse = if stride > 1 { u64::MAX / stride + 1 } else { 0 };
-    DevicePositions { offsets, offset, stride: stride as i64, inverse }
-}
-
-fn set_variant(
-    parameters: &mut AttentionParameters,
-    problem: &Problem,
-    inputs: &Inputs<DeviceMemory>,
-) {
-    let attention = &inputs.attention;
-    let variant = &problem.variant;
-    parameters.window = window(variant);
-    match variant.chunk {
-        // A chunk of one position is a window of one key; its inverse would not fit.
-        Some(1) => parameters.window = Window { left: 0, right: 0 },
-        Some(chunk) => {
-            parameters.chunk = Chunk { length: chunk as i64, inverse: u64::MAX / chunk as u64 + 1 };
-        }
-        None => {}
-    }
-    parameters.scale = inputs.scale();
-    parameters.softcap = attention.softcap.unwrap_or(0.0);
-    parameters.unmodified_scores = variant.has_unmodified_scores().into();
-    (parameters.offset_kind, parameters.q_offset) = query_offset(&attention.q_offset);
-    if let QueryOffset::PerSequence(offsets) = &attention.q_offset {
-        parameters.q_offsets = offsets.address();
-    }
-    parameters.key_positions = device_positions(&attention.key_positions);
-    parameters.alibi_slopes = address(&attention.alibi_slopes);
-    parameters.sinks = address(&attention.sinks);
-    if let Some(tree) = &attention.tree_mask {
-        parameters.tree_mask = tree.address();
-        parameters.tree_strides = tree_strides(tree);
-    }
-    if let Some(mask) = &attention.mask {
-        parameters.mask = mask.address();
-        parameters.mask_kind = mask_kind(Some(mask.dtype()));
-        parameters.mask_strides = mask_strides(mask);
-    }
 }

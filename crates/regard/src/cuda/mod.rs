@@ -24,6 +24,8 @@ mod mask_map;
 mod merge;
 #[cfg(feature = "cuda")]
 mod modules;
+#[cfg(feature = "cuda")]
+mod operands;
 pub(crate) mod plan;
 mod prefill;
 mod prefix;
@@ -37,6 +39,7 @@ mod shape;
 mod tensor;
 #[cfg(feature = "cuda")]
 mod tensor_map;
+mod widen;
 mod work;
 #[cfg(feature = "cuda")]
 mod workspace;
@@ -95,6 +98,8 @@ pub(crate) const SCHEDULED_BYTES: usize = 128;
 pub struct Launches {
     /// Sequences of many query tokens.
     pub prefill: Option<Prefill>,
+    /// Instead of `prefill` over codes whose scales are one per head, if there are many rows.
+    pub widened: Option<Widened>,
     /// Sequences of few.
     pub decode: Option<Decode>,
     /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the
@@ -205,6 +210,22 @@ pub struct Prefill {
     pub map: Option<MapSpace>,
 }
 
+/// Prefill over a copy of keys and values in the type of queries, which a kernel makes first.
+#[doc(hidden)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Widened {
+    /// The launch that makes the copies: a CTA per block of keys, and of values.
+    pub launch: Launch,
+    /// Offset of the copy of keys in the workspace.
+    pub keys_at: usize,
+    /// Offset of the copy of values.
+    pub values_at: usize,
+    /// The end of the copies.
+    pub end: usize,
+    /// The launch of the kernels that read them.
+    pub prefill: Prefill,
+}
+
 /// A prefill kernel. Tiles are query tokens of one head.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -246,7 +267,7 @@ pub struct MapSpace {
 impl Launches {
     /// CTAs of the largest launch.
     pub fn ctas(&self) -> usize {
-        let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
+        let prefill = self.fastest_prefill().map(|prefill| prefill.specialized.launch);
         let decode =
             self.hopper_decode.as_ref().or(self.decode.as_ref()).map(|decode| decode.launch);
         let ctas = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
@@ -255,13 +276,17 @@ impl Launches {
 
     /// The launches that a run queues, in order; of the specialized kernels.
     pub fn in_order(&self) -> impl Iterator<Item = Launch> {
-        let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
-        let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
+        let widen = self.widened.as_ref().map(|widened| widened.launch);
+        let prefill = self.fastest_prefill();
+        let map = prefill.and_then(|prefill| prefill.map).map(|map| map.launch);
+        let prefill = prefill.map(|prefill| prefill.specialized.launch);
         let decode = self.hopper_decode.as_ref().or(self.decode.as_ref());
         let combine = decode.and_then(|decode| decode.combine).map(|combine| combine.launch);
         let decode = decode.map(|decode| decode.launch);
         let prefix = self.prefix.iter();
-        map.into_iter()
+        widen
+            .into_iter()
+            .chain(map)
             .chain(prefill)
             .chain(prefix.clone().map(|prefix| prefix.schedule))
             .chain(decode)
@@ -286,10 +311,18 @@ impl Launches {
                 .all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
     }
 
-    /// The prefill launches that may take the place of the specialized one.
+    /// Prefill with the operands that it is fastest for.
+    pub(crate) fn fastest_prefill(&self) -> Option<&Prefill> {
+        self.widened.as_ref().map(|widened| &widened.prefill).or(self.prefill.as_ref())
+    }
+
+    /// The prefill launches that may take the place of the first one.
     fn other_prefill(&self) -> impl Iterator<Item = Launch> {
-        let kernels = |prefill: &Prefill| prefill.any_scales.into_iter().chain([prefill.fallback]);
-        self.prefill.iter().flat_map(kernels).map(|kernel| kernel.launch)
+        let kernels = |prefill: &Prefill| {
+            [prefill.specialized].into_iter().chain(prefill.any_scales).chain([prefill.fallback])
+        };
+        let widened = self.widened.iter().map(|widened| &widened.prefill);
+        self.prefill.iter().chain(widened).flat_map(kernels).map(|kernel| kernel.launch)
     }
 
     /// Every module that a run may need, with the kernel's name in it.

@@ -278,9 +278,8 @@ pub(super) use call::PrefixCall;
 
 #[cfg(feature = "cuda")]
 mod call {
-    use super::super::launch::{
-        address, attention, describe, keeps_order, keys_per_box, load_kind,
-    };
+    use super::super::launch::{describe, keeps_order, keys_per_box};
+    use super::super::operands::{address, attention, load_kind};
     use super::super::tensor_map::Described;
     use super::super::{DeviceMemory, Launch};
     use super::Prefix;

@@ -7,6 +7,7 @@ use super::prefill::{self, Division};
 use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
 use super::shape::{Shape, max_key_groups};
+use super::widen;
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
     COUNTER_BYTES, Combine, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
@@ -86,7 +87,10 @@ fn select_flat(
     match division {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
-                return Ok(prefill_alone(problem, prefill));
+                return Ok(prefill_alone(
+                    problem,
+                    with_copies(problem, prefill, facts, 0, COUNTER_BYTES),
+                ));
             }
         }
         Division::Mixed(max_tokens) => {
@@ -96,6 +100,8 @@ fn select_flat(
             let map_at =
                 decode.backend.workspace_bytes.next_multiple_of(WORKSPACE_ALIGNMENT as usize);
             if let Some(prefill) = prefill::select(problem, facts, max_tokens, map_at) {
+                let end = decode.backend.workspace_bytes;
+                let prefill = with_copies(problem, prefill, facts, max_tokens, end);
                 return Ok(mixed(problem, prefill, decode, max_tokens));
             }
         }
@@ -213,18 +219,32 @@ fn with_latent(
     Selection { choice, split, backend }
 }
 
+/// Prefill, over a copy of keys and values if that is faster. `before`: the end of the workspace
+/// without its tile maps and copies.
+fn with_copies(
+    problem: &Problem,
+    prefill: Prefill,
+    facts: &CudaFacts,
+    max_decode_len: usize,
+    before: usize,
+) -> Launches {
+    let end = prefill_end(&prefill, before);
+    let widened = widen::select(problem, &prefill, facts, max_decode_len, end);
+    let workspace_bytes =
+        widened.as_ref().map_or(end, |widened| prefill_end(&widened.prefill, widened.end));
+    Launches { prefill: Some(prefill), widened, workspace_bytes, ..Launches::default() }
+}
+
 /// A problem whose sequences all run in prefill.
-fn prefill_alone(problem: &Problem, prefill: Prefill) -> Selection<Launches> {
-    let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
-    let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
-    let backend = Launches { prefill: Some(prefill), workspace_bytes, ..Launches::default() };
+fn prefill_alone(problem: &Problem, backend: Launches) -> Selection<Launches> {
+    let (choice, split) = (prefill_choice(problem, &backend), prefill_split(problem, &backend));
     Selection { choice, split, backend }
 }
 
 /// Both kernels: prefill first, for sequences of more than `max_tokens` tokens.
 fn mixed(
     problem: &Problem,
-    prefill: Prefill,
+    prefill: Launches,
     decode: Selection<Launches>,
     max_tokens: usize,
 ) -> Selection<Launches> {
@@ -239,10 +259,10 @@ fn mixed(
     );
     split.reason =
         format!("{}; those of up to {max_tokens} tokens split their keys among CTAs", split.reason);
-    let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
     let decode =
         launches.decode.map(|decode| Decode { max_query_len: max_tokens as i32, ..decode });
-    let backend = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
+    let Launches { prefill, widened, workspace_bytes, .. } = prefill;
+    let backend = Launches { prefill, widened, decode, workspace_bytes, ..launches };
     Selection { choice: both, split, backend }
 }
 
@@ -251,33 +271,38 @@ fn prefill_end(prefill: &Prefill, before: usize) -> usize {
     prefill.map.map_or(before, |map| map.specialized.end().max(map.fallback.end()))
 }
 
-fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
+fn prefill_choice(problem: &Problem, launches: &Launches) -> Choice {
+    let prefill = launches.fastest_prefill().expect("these are launches of prefill");
     let kernel = &prefill.specialized;
-    let replaced = match prefill.specialized == prefill.fallback {
-        true => String::new(),
-        false => {
-            format!(
-                "; fallback {} if TMA cannot address the operands",
-                prefill.fallback.launch.module
-            )
-        }
-    };
-    let mask = match prefill.map {
-        Some(_) => "; a tile map of the mask is built first",
-        None => "",
-    };
+    let mut others = String::new();
+    if prefill.specialized != prefill.fallback {
+        others += &format!(
+            "; fallback {} if TMA cannot address the operands",
+            prefill.fallback.launch.module
+        );
+    }
+    if prefill.map.is_some() {
+        others += "; a tile map of the mask is built first";
+    }
+    if let (Some(_), Some(codes)) = (&launches.widened, &launches.prefill) {
+        others += &format!(
+            "; keys and values are copied to {} first if heads share scales, else {} converts them",
+            problem.dtype, codes.specialized.launch.module
+        );
+    }
     Choice {
         kernel: Kernel::Cuda(kernel.launch.module),
         tile_keys: kernel.tile_keys,
         block_rows: kernel.tile_rows,
         reason: format!(
-            "{} tokens in tiles of {} tokens of one head{replaced}{mask}",
+            "{} tokens in tiles of {} tokens of one head{others}",
             problem.query_len, kernel.tile_rows
         ),
     }
 }
 
-fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
+fn prefill_split(problem: &Problem, launches: &Launches) -> Split {
+    let prefill = launches.fastest_prefill().expect("these are launches of prefill");
     let kernel = &prefill.specialized;
     let tiles = prefill::tiles(problem, kernel).total;
     Split {

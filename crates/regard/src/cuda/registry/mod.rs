@@ -84,6 +84,8 @@ pub enum Family {
     Ceiling,
     /// Finds the tiles that a mask empties or leaves unchanged.
     MaskMap,
+    /// Copies keys and values of codes into the type of queries.
+    Widen,
 }
 
 /// The configuration of a module.
@@ -377,6 +379,7 @@ impl Family {
             Family::Merge => "merge.cu",
             Family::Ceiling => "ceiling.cu",
             Family::MaskMap => "mask_map.cu",
+            Family::Widen => "widen.cu",
         }
     }
 
@@ -395,6 +398,7 @@ impl Family {
             Family::Merge => "merge",
             Family::Ceiling => "ceiling",
             Family::MaskMap => "mask_map",
+            Family::Widen => "widen",
         }
     }
 
@@ -414,7 +418,8 @@ impl Family {
             | Family::Append
             | Family::Merge
             | Family::Ceiling
-            | Family::MaskMap => false,
+            | Family::MaskMap
+            | Family::Widen => false,
         }
     }
 }

@@ -508,7 +508,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 36] = [
+const LISTS: [List; 37] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -546,6 +546,7 @@ const LISTS: [List; 36] = [
     eight_bit(&F16.prefill_any()),
     eight_bit(&BF16.prefill_any()),
     eight_bit(&F32.prefill_any_f32()),
+    eight_bit(&[Module::new(Config::Utility(Family::Widen), Compute80)]),
 ];
 
 const fn eight_bit(modules: &'static [Module]) -> List {

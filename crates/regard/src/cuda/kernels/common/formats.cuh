@@ -217,8 +217,3 @@ static __device__ __forceinline__ WeightScale weight_scale(float most) {
     int field = min(max(254 + 14 - exponent, 1), 253);
     return {__int_as_float(field << 23), __int_as_float((254 - field) << 23)};
 }
-
-// The scale of a key/value head; 1 if there is none.
-static __device__ __forceinline__ float head_scale(unsigned long long scales, const RowStrides &strides, int kv_head) {
-    return scales ? ((const float *)scales)[kv_head * strides.head] : 1.0f;
-}

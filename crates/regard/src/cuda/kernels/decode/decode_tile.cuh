@@ -1,5 +1,6 @@
 // A decode tile: its rows and keys, and what its CTA keeps in shared memory.
 #pragma once
+#include "common/grid_dependency.cuh"
 #include "common/problem.cuh"
 #include "common/state.cuh"
 #include "decode/decode_scores.cuh"
@@ -64,11 +65,3 @@ struct Tile {
         head = kv_head * params.group + packed - token * params.group;
     }
 };
-
-// Programmatic dependent launch: waits for the preceding kernel to end, and lets the next one start once all CTAs are
-// here.
-static __device__ __forceinline__ void grid_dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}

@@ -38,11 +38,7 @@ struct Consumer : SoftmaxWarpgroup {
         if (!tiles.next(shared.queue, view, 64 * warpgroup)) return false;
         const PrefillTile &tile = current_tile();
         for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
-        scale = params.scale;
-        if constexpr (HAS_CODES) {
-            // Not 0: minus infinity times 0 is NaN.
-            scale = fmaxf(scale * head_scale(cache->key_scales, cache->key_scale_strides, tile.kv_head), MIN_NORMAL);
-        }
+        kept_scale = tile.scale;
         if (FALLBACK && features() & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
         return true;
     }
@@ -238,10 +234,7 @@ struct Consumer : SoftmaxWarpgroup {
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
         State states[2] = {{row_max[0], quad_sum(row_sum[0])}, {row_max[1], quad_sum(row_sum[1])}};
-        float value_scale = 1.0f;
-        if constexpr (HAS_CODES)
-            value_scale = head_scale(cache->value_scales, cache->value_scale_strides, tile.kv_head);
-        finalize_rows(params, tile, {row(), lane % 4 == 0}, states, value_scale, out);
+        finalize_rows(params, tile, {row(), lane % 4 == 0}, states, out);
         unsigned packed[VALUE_DIM / 4];
         pack_outputs(out, packed);
         // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
@@ -319,16 +312,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const __grid_constant__ CacheParameters cache
 #endif
     ) {
-#if CACHE
-    const CacheParameters *storage = &cache;
-#else
-    const CacheParameters *storage = 0;
-#endif
     Shared &shared = *(Shared *)dynamic_shared;
     if (threadIdx.x == 0) {
         init_mbarriers(shared);
         hopper::fence_mbarrier_init();
-        if (FALLBACK && params.softcap != 0.0f) shared.cap = softcap_polynomial(params);
         hopper::prefetch_tensor_map(maps.query);
         if (!IS_STORED || prefill.box_keys > 0) {
             hopper::prefetch_tensor_map(maps.key);
@@ -336,6 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         hopper::prefetch_tensor_map(maps.out);
     }
+    grid_dependency_wait();
     __syncthreads();
     // Producers need few registers; consumers get the rest.
     if (threadIdx.x < 128) {
@@ -374,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        Consumer consumer = {{params, prefill, maps, storage, shared, shared_address(dynamic_shared),
-                              warp / 4 - 1 - CONVERTERS, warp % 4, (int)threadIdx.x % 32}};
+        Consumer consumer = {{params, prefill, maps, shared, shared_address(dynamic_shared), warp / 4 - 1 - CONVERTERS,
+                              warp % 4, (int)threadIdx.x % 32}};
         consumer.run();
     }
 }

@@ -32,7 +32,6 @@ struct Shared {
     unsigned long long key_full[STAGES], key_empty[STAGES], value_full[STAGES], value_empty[STAGES];
     TileQueue queue;
     int stage_flags[STAGES];
-    SoftcapPolynomial cap;
     CodeBuffer key_codes, value_codes; // where HAS_CODES
     StoredStages stored;               // where IS_STORED
 };

@@ -407,8 +407,9 @@ struct Consumer {
         RowFacts rows[2];
         find_row_facts(view, rows);
         int new_tokens = FALLBACK ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
-        modify_scores(params, scores, rows, {first_key, new_tokens, partly, (flags & MASKED_KEY_TILE) != 0});
-        float scale = exponent_scale(params), tile_max[2];
+        modify_scores(params, current_tile().scale, scores, rows,
+                      {first_key, new_tokens, partly, (flags & MASKED_KEY_TILE) != 0});
+        float scale = exponent_scale(params, current_tile().scale), tile_max[2];
         find_maxima(tile_max);
         consumers_sync();
 #pragma unroll
@@ -563,7 +564,7 @@ struct Consumer {
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
-        float scale = has_natural_scores(params) ? 1.0f : exponent_scale(params);
+        float scale = has_natural_scores(params) ? 1.0f : exponent_scale(params, tile.scale);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             row_sum[r] = quad_sum(row_sum[r]);
@@ -574,7 +575,7 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++)
             states[r] = {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]};
-        finalize_rows(params, tile, {first_row + row(), warpgroup == 0 && lane % 4 == 0}, states, 1.0f, out);
+        finalize_rows(params, tile, {first_row + row(), warpgroup == 0 && lane % 4 == 0}, states, out);
         unsigned packed[sizeof(out) / 8];
         pack_outputs(out, packed);
         store_rows(params, tile, first_row + row(), warpgroup * DIMS_PER_WARPGROUP, packed, lane);
@@ -601,6 +602,7 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
         hopper::prefetch_tensor_map(maps.key);
         hopper::prefetch_tensor_map(maps.value);
     }
+    grid_dependency_wait();
     __syncwarp();
     // No CTA may write to the other before its mbarriers are initialized.
     hopper::cluster_sync();

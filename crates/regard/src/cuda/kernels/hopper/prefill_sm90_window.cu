@@ -116,6 +116,7 @@ static __device__ __forceinline__ bool find_item(const AttentionParameters &para
     tile.first_token = row_tile * TILE_ROWS - (int)(tile.seq.offset & 63);
     tile.tokens = min(TILE_ROWS, tile.seq.q_len - tile.first_token);
     find_key_ranges(params, tile);
+    find_scales(params, prefill, tile);
     // Clamped so that rows and columns can be added within 32 bits.
     long long position = tile.seq.offset + tile.first_token, limit = 0x7fffff00;
     item.first_row_start = (int)max(-limit, min(position - params.window.left, limit));
@@ -317,7 +318,7 @@ struct Consumer {
 
     // The softmax of the rows, but for its normalization.
     __device__ __forceinline__ void softmax(const Item &item, State (&states)[2]) {
-        float scale = params.scale * LOG2_E, largest[2][2] = {{-INF, -INF}, {-INF, -INF}};
+        float scale = item.tile.scale * LOG2_E, largest[2][2] = {{-INF, -INF}, {-INF, -INF}};
         for_each_score(scores, 0, [&](float &score, int column, int r) {
             largest[r][column % 2] = fmaxf(largest[r][column % 2], score);
         });
@@ -365,7 +366,7 @@ struct Consumer {
             int token = tile.first_token + row() + 8 * r;
             bool wants_lse = params.lse.pointer && lane % 4 == 0 && token >= 0 && token < tile.seq.q_len;
             FinalizedRow finalized = finalize_row(params, states[r], sink, 1.0f, wants_lse);
-            first[r] = finalized.factors.first, second[r] = finalized.factors.second;
+            first[r] = finalized.factors.first, second[r] = finalized.factors.second * tile.value_scale;
             if (wants_lse) store_lse(params, tile, head, token, finalized.lse);
         }
         if (first[0] != 1.0f || first[1] != 1.0f) rescale(out, first);
@@ -467,6 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::prefetch_tensor_map(maps.value);
         hopper::prefetch_tensor_map(maps.out);
     }
+    grid_dependency_wait();
     __syncthreads();
     unsigned base = shared_address(dynamic_shared);
     // Producers need few registers; consumers get the rest.

@@ -7,8 +7,6 @@
 
 // The initial row maximum: finite, so that differences to it are numbers.
 constexpr float MIN_FLOAT = -MAX_FLOAT;
-// Minimum scale of scores over codes.
-constexpr float MIN_NORMAL = 1.17549435e-38f;
 // The largest sum of probabilities, in a thread's part of a row, relative to a stale max. f16 holds each of them.
 constexpr float MAX_STALE_SUM = 4096.0f;
 
@@ -16,8 +14,9 @@ constexpr float MAX_STALE_SUM = 4096.0f;
 // dims lack the registers.
 constexpr bool LAZY_MAX = FALLBACK || VALUE_DIM <= 128;
 
-// Whether a register holds the score features of the call.
+// Whether registers hold the score features of the call, and the scale of the tile.
 constexpr bool KEEPS_FEATURES = FALLBACK && VALUE_DIM <= 128;
+constexpr bool KEEPS_SCALE = !FALLBACK && VALUE_DIM > 64 && VALUE_DIM <= 128;
 
 // The score modifications that modify_scores leaves to the exponential.
 struct ScoreTerms {
@@ -31,11 +30,10 @@ struct SoftmaxWarpgroup {
     const AttentionParameters &params;
     const PrefillParameters &prefill;
     const TensorMaps &maps;
-    const CacheParameters *cache; // where HAS_CODES
     Shared &shared;
     unsigned base;
     int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
-    float scale;               // of dot products: that of the call, times that of the keys
+    float kept_scale;          // see scale()
 
     TileReader tiles;
     PipelineState<STAGES> key, value;
@@ -60,6 +58,8 @@ struct SoftmaxWarpgroup {
     __device__ __forceinline__ int features() const {
         return KEEPS_FEATURES ? kept_features : FALLBACK ? score_features(params) : 0;
     }
+    // Of dot products.
+    __device__ __forceinline__ float scale() const { return KEEPS_SCALE ? kept_scale : current_tile().scale; }
     __device__ __forceinline__ int row() const { return 64 * warpgroup + 16 * warp + lane / 4; }
 
     __device__ __forceinline__ const PrefillTile &current_tile() const { return tiles.current(shared.queue); }
@@ -98,7 +98,7 @@ struct SoftmaxWarpgroup {
                                               features() & HIDES_BY_TREE));
         bool natural = FALLBACK && features() & ADDS_MASK; // the units of scores: state.cuh
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
-        ScoreTerms terms = {{(HAS_CODES ? scale : params.scale) * logit_unit, 0.0f, 0.0f, false}, unit, false};
+        ScoreTerms terms = {{scale() * logit_unit, 0.0f, 0.0f, false}, unit, false};
         terms.by_polynomial = FALLBACK && max_allows_polynomial && !first && !recheck_max && !masked;
         if (FALLBACK && features() & CAPS) {
             terms.exponent.scale = params.softcap * logit_unit;
@@ -137,7 +137,7 @@ struct SoftmaxWarpgroup {
 
     // Softcap. `tanh.approx` errs by 2^-11, which shows in the LSE.
     __device__ __forceinline__ void softcap_scores() {
-        float inward = params.scale * reciprocal(params.softcap);
+        float inward = clamp_float(scale() * reciprocal(params.softcap));
         for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
     }
 
@@ -243,8 +243,10 @@ struct SoftmaxWarpgroup {
         large = (!LAZY_MAX || recheck_max) && __any_sync(~0u, large);
         if (!first) rescale(out, factor);
         if (FALLBACK && (features() & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
-            float lower = shared.cap.min_row_max, upper = shared.cap.max_row_max;
-            auto allowed = [&](int r) { return !view.row_valid[r] || (row_max[r] >= lower && row_max[r] <= upper); };
+            SoftcapRange range = softcap_range(params, scale());
+            auto allowed = [&](int r) {
+                return !view.row_valid[r] || (row_max[r] >= range.min && row_max[r] <= range.max);
+            };
             max_allows_polynomial = __all_sync(~0u, allowed(0) && allowed(1));
         }
         return large;
@@ -261,7 +263,7 @@ struct SoftmaxWarpgroup {
         float unit = terms.unit;
         float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
         if (terms.by_polynomial) {
-            const SoftcapPolynomial cap = shared.cap;
+            const SoftcapPolynomial cap = softcap_polynomial(params, this->scale());
             exponentiate(sums, [&](float score, int, int r) {
                 float square = score * score;
                 return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);

@@ -404,7 +404,8 @@ extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
         }
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer consumer = {params, prefix, shared, base, warp / 4, warp % 4, lane, exponent_scale(params)};
+        Consumer consumer = {params,   prefix,   shared, base,
+                             warp / 4, warp % 4, lane,   exponent_scale(params, params.scale)};
         consumer.run();
     }
     end_beside_decode();

@@ -57,6 +57,7 @@ struct Scheduler {
                 hopper::mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
                 if (lane == 0) {
                     queue.tiles[stage.index] = describe_tile(params, tile, found, range);
+                    if (found) find_scales(params, prefill, queue.tiles[stage.index].tile);
                     hopper::mbarrier_arrive(shared_address(&queue.full[stage.index]));
                 }
                 __syncwarp();
@@ -182,19 +183,17 @@ struct RowPair {
     bool stores_lse; // false where another lane or warpgroup has the same rows
 };
 
-// The epilogue of a thread's rows: adds the sink, normalizes the accumulators, and stores the LSE. `scale` multiplies
-// the output.
+// The epilogue of a thread's rows: adds the sink, normalizes the accumulators, and stores the LSE.
 template <int N> static __device__ __forceinline__ void finalize_rows(const AttentionParameters &params,
                                                                       const PrefillTile &tile, RowPair rows,
-                                                                      const State (&states)[2], float scale,
-                                                                      float (&out)[N]) {
+                                                                      const State (&states)[2], float (&out)[N]) {
     float first[2], second[2];
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool wants_lse = params.lse.pointer && rows.stores_lse && rows.upper + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
-        first[r] = finalized.factors.first, second[r] = finalized.factors.second * scale;
+        first[r] = finalized.factors.first, second[r] = finalized.factors.second * tile.value_scale;
         if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + rows.upper + 8 * r, finalized.lse);
     }
     if (first[0] != 1.0f || first[1] != 1.0f) rescale(out, first);

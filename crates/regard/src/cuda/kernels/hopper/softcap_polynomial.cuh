@@ -11,13 +11,21 @@
 // scores weigh 2^-9 of the maximum or less, and their weight falls faster than the polynomial errs: 2e-8 at most.
 struct SoftcapPolynomial {
     float first, third, fifth;
-    float min_row_max, max_row_max; // the range of row maxima in which it is valid
 };
 
-static __device__ __forceinline__ SoftcapPolynomial softcap_polynomial(const AttentionParameters &params) {
-    float inward = params.scale * reciprocal(params.softcap), square = inward * inward, first = params.scale * LOG2_E,
-          outward = params.softcap * LOG2_E;
+// `scale`: of dot products.
+static __device__ __forceinline__ SoftcapPolynomial softcap_polynomial(const AttentionParameters &params, float scale) {
+    float inward = scale * reciprocal(params.softcap), square = inward * inward, first = scale * LOG2_E;
+    return {0.999999604f * first, -0.333219063f * square * first, 0.128415892f * square * square * first};
+}
+
+// The row maxima in which it is valid.
+struct SoftcapRange {
+    float min, max;
+};
+
+static __device__ __forceinline__ SoftcapRange softcap_range(const AttentionParameters &params, float scale) {
+    float inward = scale * reciprocal(params.softcap), outward = params.softcap * LOG2_E;
     bool usual = params.softcap >= 45.0f && params.softcap < 1e6f && fabsf(inward) > 1e-6f && fabsf(inward) < 1e6f;
-    return {0.999999604f * first, -0.333219063f * square * first, 0.128415892f * square * square * first,
-            -0.1f * outward, usual ? 0.2449f * outward - 8.0f : -INF};
+    return {-0.1f * outward, usual ? 0.2449f * outward - 8.0f : -INF};
 }

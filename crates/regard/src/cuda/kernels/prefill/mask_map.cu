@@ -40,10 +40,7 @@ static __device__ __forceinline__ void note_chunk(Found &found, uint4 chunk, Mas
 
 extern "C" __global__ void __launch_bounds__(256)
     mask_map(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    grid_dependency_wait();
     int lane = threadIdx.x & 31;
     int bytes = params.mask_kind == MaskKind::Bool ? 1 : params.mask_kind == MaskKind::F32 ? 4 : 2, wide = 16 / bytes;
     // Whether all rows start at multiples of 16 bytes.

@@ -225,25 +225,28 @@ mask_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &ro
     }
 }
 
-// The factor from the scores that modify_scores leaves to exponents of 2.
-static __device__ __forceinline__ float exponent_scale(const AttentionParameters &params) {
-    return scores_are_unmodified(params) ? params.scale * LOG2_E : unit_of(params);
+// A factor that may have overflowed: 0 times infinity is NaN.
+static __device__ __forceinline__ float clamp_float(float x) { return fminf(fmaxf(x, -MAX_FLOAT), MAX_FLOAT); }
+
+// The factor from the scores that modify_scores leaves to exponents of 2. `scale`: of dot products.
+static __device__ __forceinline__ float exponent_scale(const AttentionParameters &params, float scale) {
+    return scores_are_unmodified(params) ? scale * LOG2_E : unit_of(params);
 }
 
 // Applies scale, softcap, ALiBi and masks to 16 rows of scores. Unmodified scores stay unscaled; the scale is folded
-// into the exponential. See mask_scores.
+// into the exponential. See mask_scores. `dot_scale`: of dot products.
 template <int N8, class Rows> static __device__ __forceinline__ void
-modify_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, ScoreKeys keys) {
+modify_scores(const AttentionParameters &params, float dot_scale, float (&s)[N8][4], const Rows &rows, ScoreKeys keys) {
     int first_key = keys.first_key;
     int lane_column = 2 * (threadIdx.x & 3);
     if (!scores_are_unmodified(params)) {
         float unit = logit_unit(params);
         if (params.softcap != 0.0f) {
             // `tanh.approx` errs by 2^-11, which shows in the LSE.
-            float inward = params.scale / params.softcap, outward = params.softcap * unit;
+            float inward = clamp_float(dot_scale / params.softcap), outward = params.softcap * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score = tanhf(score * inward) * outward; });
         } else {
-            float scale = params.scale * unit;
+            float scale = dot_scale * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
         }
         if (params.alibi_slopes) {

@@ -261,7 +261,7 @@ struct Worker {
 #pragma unroll
             for (int m = 0; m < MMA_ROW_TILES; m++) {
                 Rows rows = {params, tile, row_warp * WARP_ROWS + m * 16 + (lane >> 2)};
-                modify_scores(params, scores[m], rows,
+                modify_scores(params, tile.scale, scores[m], rows,
                               {first_key + value_warp * WARP_KEYS, tile.seq.kv_len - tile.seq.q_len, structure, mixed});
             }
         }
@@ -381,11 +381,6 @@ struct Worker {
         const PrefillTile &tile = operands.tile;
         exchange_sums();
         Sink sink = load_sink(params, tile.head, unit_of(params));
-        float value_scale = 1.0f;
-        if constexpr (SCALES_OUTPUT) {
-            const CacheParameters &cache = *loader.cache;
-            value_scale = head_scale(cache.value_scales, cache.value_scale_strides, tile.kv_head);
-        }
 #pragma unroll
         for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
@@ -394,7 +389,7 @@ struct Worker {
                 State state = {scaled_max(m, r), total(m, r)};
                 FinalizedRow finalized = finalize_row(params, state, sink, unit_of(params), params.lse.pointer != 0);
                 OutputFactors factors = finalized.factors;
-                if constexpr (SCALES_OUTPUT) factors.second *= value_scale;
+                factors.second *= tile.value_scale;
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     out[m][v][2 * r] = factors(out[m][v][2 * r]);
@@ -529,17 +524,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     w.lane = lane;
     w.row_warp = warp / VALUE_WARPS;
     w.value_warp = warp % VALUE_WARPS;
-    w.factor = exponent_scale(params);
     w.products.lane = lane;
     w.products.query = Products::a_fragment_address<KEY_PITCH>(
         w.loader.memory + QUERY_OFFSET + w.row_warp * WARP_ROWS * KEY_PITCH, lane);
     w.products.probs = w.loader.memory + PROBS_OFFSET + w.row_warp * WARP_ROWS * PROB_PITCH;
 
-#if __CUDA_ARCH__ >= 900
-    // Programmatic dependent launch: nothing of the preceding kernel's output has been read so far.
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    grid_dependency_wait(); // nothing of the preceding kernel's output has been read so far
     // Claim tiles two ahead, and look up the next one's facts while this one runs.
     TileCursor cursor = {0, 0};
     unsigned number = 0;
@@ -565,6 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
             w.loader.find_work(prefill, next, cursor, shared.tiles[which]);
         }
         w.clear();
+        w.factor = exponent_scale(params, operands.tile.scale);
         if constexpr (QUERY_IN_REGISTERS) {
             cp_async_wait<0>();
             __syncthreads();

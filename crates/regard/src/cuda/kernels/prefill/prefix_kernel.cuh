@@ -22,6 +22,7 @@ static __device__ __forceinline__ void find_operands(const AttentionParameters &
     tile.any_end = tile.seq_end = keys.any_end;
     tile.every_start = keys.every_start;
     tile.every_end = keys.every_end;
+    tile.scale = params.scale;
     operands.map = nullptr;
     operands.valid = 1;
     operands.table = page_table(params, tile.sequence);
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     w.lane = lane;
     w.row_warp = warp / VALUE_WARPS;
     w.value_warp = warp % VALUE_WARPS;
-    w.factor = exponent_scale(params);
+    w.factor = exponent_scale(params, params.scale);
     w.products.lane = lane;
     w.products.query = Products::a_fragment_address<KEY_PITCH>(
         w.loader.memory + QUERY_OFFSET + w.row_warp * WARP_ROWS * KEY_PITCH, lane);

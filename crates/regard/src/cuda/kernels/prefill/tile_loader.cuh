@@ -77,6 +77,7 @@ struct Loader {
         operands.valid = there;
         if (!there) return;
         operands.tile = tile;
+        find_scales(params, prefill, operands.tile);
         if (IS_FALLBACK) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
         long long key_start, value_start;
         find_kv_start(params, tile, key_start, value_start);

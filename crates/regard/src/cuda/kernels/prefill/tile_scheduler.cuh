@@ -6,6 +6,7 @@
 // dims would have 64 TB of output.
 #pragma once
 #include "common/arrival.cuh"
+#include "common/grid_dependency.cuh"
 #include "common/problem.cuh"
 
 struct PrefillTile {
@@ -16,7 +17,8 @@ struct PrefillTile {
     int any_start, any_end;     // keys that some row of the tile sees by structure
     int every_start, every_end; // keys that every row of the tile sees
     int seq_start,
-        seq_end; // keys that some row of the sequence sees: others must not reach P V
+        seq_end;              // keys that some row of the sequence sees: others must not reach P V
+    float scale, value_scale; // of dot products, that of the call included; of values
 };
 
 // The state of a search. Tile numbers only grow, so the next search continues from here.
@@ -58,7 +60,23 @@ static __device__ __forceinline__ void find_key_ranges(const AttentionParameters
     tile.seq_end = __shfl_sync(~0u, end, 3);
 }
 
-// Looks up tile `number` for the whole warp; false if there is none, nor any after it.
+// 1 if there are none.
+static __device__ __forceinline__ float head_scale(const HeadScales &scales, int kv_head) {
+    return scales.pointer ? ((const float *)scales.pointer)[kv_head * scales.stride] : 1.0f;
+}
+
+// The scales of a tile's head.
+static __device__ __forceinline__ void find_scales(const AttentionParameters &params, const PrefillParameters &prefill,
+                                                   PrefillTile &tile) {
+    // Neither 0, nor infinite in units of log2: their products with infinity and with 0 are NaN.
+    constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 1.7e38f;
+    float scale = params.scale * head_scale(prefill.key_scales, tile.kv_head);
+    if (prefill.key_scales.pointer) scale = copysignf(fminf(fmaxf(fabsf(scale), SMALLEST), LARGEST), params.scale);
+    tile.scale = scale;
+    tile.value_scale = head_scale(prefill.value_scales, tile.kv_head);
+}
+
+// Looks up tile `number` for the whole warp, but for its scales; false if there is none, nor any after it.
 template <int ROWS> static __device__ __forceinline__ bool find_tile(const AttentionParameters &params,
                                                                      const PrefillParameters &prefill, unsigned number,
                                                                      TileCursor &cursor, PrefillTile &tile) {

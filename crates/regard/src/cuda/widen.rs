@@ -1,0 +1,325 @@
+//! Prefill over 8-bit codes on a copy of keys and values in the type of queries: a kernel makes
+//! the copy in the workspace, and the kernels over elements read it. Codes are exact there without
+//! their scales, one per head, which join scores and outputs. Many rows read each key, so that one
+//! conversion for all of them is less work than one per tile of rows.
+
+use super::prefill;
+use super::registry::{Cache, Family};
+use super::{Launch, Prefill, Widened};
+use crate::dtype::DType;
+use crate::machine::CudaFacts;
+use crate::problem::{KvStorage, Problem};
+use crate::variant::Values;
+#[cfg(feature = "cuda")]
+use {
+    super::DeviceMemory,
+    super::lists::kv_tensor,
+    super::operands::{attention, has_head_scales, head_scales, reads_16_bytes},
+    crate::kernel_parameters::count,
+    crate::params::{AttentionParameters, CacheFormat, ElementType, HeadScales, WidenParameters},
+    crate::problem::{Inputs, Outputs},
+    crate::tensor::{Tensor, raw_dims},
+    crate::variant::Attention,
+};
+
+/// The largest copy of keys and values: those of 131072 tokens of 8 heads at head dim 128.
+const MAX_COPY_BYTES: usize = 512 << 20;
+
+/// Alignment of the copies in the workspace, in bytes: of a line of memory.
+const COPY_ALIGNMENT: usize = 128;
+
+/// Threads per CTA and keys per CTA, as in `widen.cu`.
+const THREADS: u32 = 256;
+const BLOCK_KEYS: usize = 64;
+
+/// Rows that read each copied key from which on a copy pays, as measured on an H200 (docs/perf):
+/// beside the kernels for codes that multiply by WGMMA, which convert them while others multiply,
+/// at head dims up to 128 and above; beside the kernel for any formats that does; and, estimated
+/// from bytes and operations, beside those with `mma.sync`.
+const ROWS_BESIDE_CODES: usize = 1200;
+const ROWS_BESIDE_CODES_WIDE: usize = 600;
+const ROWS_BESIDE_STORED: usize = 256;
+const ROWS_BESIDE_SM80: usize = 100;
+
+/// The problem of the kernels over elements.
+fn widened(problem: &Problem) -> Problem {
+    let keys = match problem.keys {
+        KvStorage::Paged { .. } => KvStorage::Batched,
+        contiguous => contiguous,
+    };
+    let (key_dtype, value_dtype) = (problem.dtype, problem.dtype);
+    Problem { keys, key_dtype, value_dtype, values: Values::Separate, ..problem.clone() }
+}
+
+/// Elements from head to head of a copy: rows start at multiples of 16 bytes.
+fn row_elements(dim: usize) -> usize {
+    dim.next_multiple_of(8)
+}
+
+/// Tokens of a copy: of a ragged batch, if its sequences follow each other without gaps.
+fn planned_tokens(problem: &Problem) -> usize {
+    problem.batch.saturating_mul(problem.kv_len)
+}
+
+/// Bytes of the copies of keys and of values of this many tokens.
+fn copy_bytes(problem: &Problem, tokens: usize) -> [usize; 2] {
+    let token_bytes = |dim| problem.kv_heads * row_elements(dim) * problem.dtype.size();
+    [problem.head_dim, problem.value_dim].map(|dim| tokens.saturating_mul(token_bytes(dim)))
+}
+
+/// Prefill over a copy, if that is faster than the kernels that read codes; the copies and the tile
+/// maps of a mask are behind the first `start` bytes of the workspace.
+pub(super) fn select(
+    problem: &Problem,
+    beside: &Prefill,
+    facts: &CudaFacts,
+    max_decode_len: usize,
+    start: usize,
+) -> Option<Widened> {
+    if !is_exact(problem) || rows_per_key(problem) < min_rows(problem, beside) {
+        return None;
+    }
+    let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem));
+    if key_bytes.saturating_add(value_bytes) > MAX_COPY_BYTES {
+        return None;
+    }
+    let keys_at = start.checked_next_multiple_of(COPY_ALIGNMENT)?;
+    let values_at = keys_at.checked_add(key_bytes)?.checked_next_multiple_of(COPY_ALIGNMENT)?;
+    let end = values_at.checked_add(value_bytes)?.checked_next_multiple_of(COPY_ALIGNMENT)?;
+    let prefill = prefill::select(&widened(problem), facts, max_decode_len, end)?;
+    let blocks = problem.batch.checked_mul(problem.kv_len.div_ceil(BLOCK_KEYS))?.checked_mul(2)?;
+    let launch = Launch {
+        module: Family::Widen.name(),
+        entry: "widen",
+        grid: [i32::try_from(blocks).ok()? as u32, 1, 1],
+        threads: THREADS,
+        ..Launch::default()
+    };
+    Some(Widened { launch, keys_at, values_at, end, prefill })
+}
+
+/// Whether keys and values are exact in the type of queries, one of 16 bits, without their scales;
+/// and not stored in it.
+fn is_exact(problem: &Problem) -> bool {
+    let exact = |stored: DType| stored.is_code() || stored == problem.dtype;
+    matches!(problem.dtype, DType::F16 | DType::BF16)
+        && problem.rotary_dim == 0
+        && exact(problem.key_dtype)
+        && exact(problem.value_dtype)
+        && (problem.key_dtype.is_code() || problem.value_dtype.is_code())
+}
+
+/// Rows that read a copied key, on average, if all sequences are as long as the longest. (The short
+/// ones of a ragged batch run in decode, and are not copied.)
+fn rows_per_key(problem: &Problem) -> usize {
+    let &Problem { kv_len, query_len: tokens, ref variant, .. } = problem;
+    let right = if variant.causal { Some(0) } else { variant.window.right };
+    let window = variant.window.left.zip(right).map(|(left, right)| {
+        (left.saturating_add(right).saturating_add(1), left.saturating_add(right))
+    });
+    // Of the keys of a causal row, half of the new ones lie behind it.
+    let causal = kv_len - if variant.causal { tokens.min(kv_len) / 2 } else { 0 };
+    let (seen, copied) = match window {
+        Some((seen, more)) => (causal.min(seen), kv_len.min(tokens.saturating_add(more))),
+        None => (causal, kv_len),
+    };
+    let seen = variant.chunk.map_or(seen, |chunk| seen.min(chunk));
+    problem.group().saturating_mul(tokens).saturating_mul(seen) / copied.max(1)
+}
+
+/// Rows from which on a copy pays, beside that kernel.
+fn min_rows(problem: &Problem, beside: &Prefill) -> usize {
+    let kernel = &beside.specialized;
+    match (kernel.tensor_maps, kernel.cache) {
+        (true, Cache::Bytes) if problem.head_dim > 128 => ROWS_BESIDE_CODES_WIDE,
+        (true, Cache::Bytes) => ROWS_BESIDE_CODES,
+        (true, _) => ROWS_BESIDE_STORED,
+        (false, _) => ROWS_BESIDE_SM80,
+    }
+}
+
+/// The call of the kernel that makes the copies.
+#[cfg(feature = "cuda")]
+pub(super) struct WidenCall {
+    pub launch: Launch,
+    pub attention: AttentionParameters,
+    pub parameters: WidenParameters,
+}
+
+/// What prefill over a copy needs beside the operands.
+#[cfg(feature = "cuda")]
+pub(super) struct Copies<'a> {
+    pub problem: Problem,
+    /// Keys and values are the copies.
+    pub inputs: Inputs<'a, DeviceMemory>,
+    pub key_scales: HeadScales,
+    pub value_scales: HeadScales,
+    pub call: WidenCall,
+}
+
+#[cfg(feature = "cuda")]
+impl Widened {
+    /// The copies of these operands in a workspace at that address; `None` if scales differ within
+    /// a head, or the copies would be larger than planned.
+    pub(super) fn copies<'a>(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'a, DeviceMemory>,
+        outputs: &Outputs<DeviceMemory>,
+        workspace: u64,
+    ) -> Option<Copies<'a>> {
+        let tokens = match problem.keys {
+            KvStorage::Ragged => inputs.k.shape()[0],
+            KvStorage::Batched | KvStorage::Paged { .. } => planned_tokens(problem),
+        };
+        let [key_bytes, value_bytes] = copy_bytes(problem, tokens);
+        let fits = self.keys_at.saturating_add(key_bytes) <= self.values_at
+            && self.values_at.saturating_add(value_bytes) <= self.end;
+        if !fits || problem.kv_len == 0 || inputs.k.is_empty() || !has_head_scales(inputs) {
+            return None;
+        }
+        let copy = |at: usize, dim: usize| copy_of(problem, tokens, workspace + at as u64, dim);
+        let k = copy(self.keys_at, problem.head_dim)?;
+        let v = copy(self.values_at, problem.value_dim)?;
+        let key_scales = head_scales(&inputs.attention.k_scales);
+        let value_scales = head_scales(inputs.value_scales());
+        let call = self.call(problem, inputs, outputs, [&k, &v]);
+        let attention = Attention {
+            values: Values::Separate,
+            block_table: None,
+            k_scales: None,
+            v_scales: None,
+            ..inputs.attention
+        };
+        let inputs = Inputs { q: inputs.q, k, v, attention };
+        Some(Copies { problem: widened(problem), inputs, key_scales, value_scales, call })
+    }
+
+    fn call(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &Outputs<DeviceMemory>,
+        [keys, values]: [&Tensor<DeviceMemory>; 2],
+    ) -> WidenCall {
+        let key_blocks = problem.kv_len.div_ceil(BLOCK_KEYS);
+        let parameters = WidenParameters {
+            keys: kv_tensor(keys),
+            values: kv_tensor(values),
+            key_format: CacheFormat::from_dtype(problem.key_dtype),
+            value_format: CacheFormat::from_dtype(problem.value_dtype),
+            query_type: ElementType::from_dtype(problem.dtype),
+            min_query_len: self.prefill.min_query_len,
+            key_blocks: count(key_blocks),
+            aligned: [&inputs.k, &inputs.v].into_iter().all(reads_16_bytes).into(),
+        };
+        WidenCall {
+            launch: self.launch.with_ctas((2 * problem.batch * key_blocks) as u32),
+            attention: attention(problem, inputs, outputs, 0),
+            parameters,
+        }
+    }
+}
+
+/// The tensor of a copy of this many tokens.
+#[cfg(feature = "cuda")]
+fn copy_of<'a>(
+    problem: &Problem,
+    tokens: usize,
+    address: u64,
+    dim: usize,
+) -> Option<Tensor<'a, DeviceMemory>> {
+    let heads = problem.kv_heads;
+    let head = row_elements(dim) as i64;
+    let token = head * heads as i64;
+    let dims = match problem.keys {
+        KvStorage::Ragged => {
+            raw_dims(problem.dtype, &[tokens, heads, dim], Some(&[token, head, 1]))
+        }
+        KvStorage::Batched | KvStorage::Paged { .. } => {
+            let (batch, keys) = (problem.batch, problem.kv_len);
+            let strides = [token * keys as i64, token, head, 1];
+            raw_dims(problem.dtype, &[batch, keys, heads, dim], Some(&strides))
+        }
+    };
+    Some(Tensor::on_device(address as *const u8, dims.ok()?, DeviceMemory::default()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::{COUNTER_BYTES, Launches};
+    use crate::machine::{Device, Machine};
+    use crate::variant::Window;
+
+    fn base() -> Problem {
+        Problem {
+            batch: 2,
+            query_heads: 32,
+            kv_heads: 8,
+            query_len: 2048,
+            kv_len: 4096,
+            key_dtype: DType::E4M3,
+            value_dtype: DType::E4M3,
+            ..Problem::new(DType::BF16, 128)
+        }
+    }
+
+    fn launches(problem: &Problem, machine: &str) -> Launches {
+        let machine = machine.parse::<Machine>().unwrap();
+        let Device::Cuda(facts) = &machine.device else { unreachable!("a GPU") };
+        crate::cuda::select::select(problem, facts, &machine).unwrap().backend
+    }
+
+    /// The module that reads the copies.
+    fn module(problem: &Problem) -> Option<&'static str> {
+        Some(launches(problem, "h200").widened?.prefill.specialized.launch.module)
+    }
+
+    #[test]
+    fn many_rows_over_codes_read_a_copy() {
+        assert_eq!(module(&base()), Some("prefill_bf16_128_128_plain_sm90"));
+        let ampere = launches(&base(), "a100").widened.unwrap();
+        assert_eq!(ampere.prefill.specialized.launch.module, "prefill_bf16_128_128_plain_sm80");
+        let mut capped = base();
+        capped.variant.softcap = true;
+        assert_eq!(module(&capped), Some("prefill_bf16_128_128_fallback_sm90"));
+        // One side in the type of queries, and pages.
+        let paged = KvStorage::Paged { block_size: 16 };
+        assert!(module(&Problem { keys: paged, value_dtype: DType::BF16, ..base() }).is_some());
+        // What is not exact in 16 bits, or has no use of a copy.
+        for other in [DType::BF16, DType::F16, DType::Q8_0] {
+            assert_eq!(module(&Problem { key_dtype: other, value_dtype: other, ..base() }), None);
+        }
+    }
+
+    #[test]
+    fn few_rows_read_the_cache() {
+        let rows = |query_len| rows_per_key(&Problem { query_len, ..base() });
+        assert_eq!([rows(2048), rows(256)], [8192, 1024]);
+        assert!(module(&Problem { query_len: 256, ..base() }).is_none());
+        let mut causal = Problem { query_len: 4096, ..base() };
+        causal.variant.causal = true;
+        assert_eq!(rows_per_key(&causal), 8192);
+        // Rows of a window see few of the keys that are copied for all of them.
+        causal.variant.window = Window { left: Some(127), right: None };
+        assert_eq!(rows_per_key(&causal), 4 * 4096 * 128 / 4096);
+        assert_eq!(rows_per_key(&Problem { kv_len: 0, ..base() }), 0);
+        assert_eq!(rows_per_key(&Problem { batch: 0, ..base() }), 8192);
+    }
+
+    #[test]
+    fn copies_are_in_the_workspace_and_bounded() {
+        let planned = launches(&base(), "h200");
+        let copies = planned.widened.unwrap();
+        let side = 2 * 4096 * 8 * 128 * 2;
+        assert_eq!(
+            [copies.keys_at, copies.values_at, copies.end],
+            [COUNTER_BYTES, COUNTER_BYTES + side, COUNTER_BYTES + 2 * side]
+        );
+        assert_eq!(planned.workspace_bytes, copies.end);
+        let of_bytes = |kv_len| module(&Problem { batch: 1, kv_len, ..base() });
+        assert!(of_bytes(131072).is_some() && of_bytes(131073).is_none());
+        assert!(module(&Problem { batch: usize::MAX / 8, kv_len: 1 << 30, ..base() }).is_none());
+    }
+}
