@@ -112,17 +112,10 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
-    if (function.emulated && entry == "widen") {
+    if (function.emulated && (entry == "append" || entry == "widen")) {
         EmulatedLaunch emulated = {&launch.attention};
-        emulated.widening = &launch.widening;
-        emulated.blocks[0] = launch.blocks[0];
-        emulated.blocks[1] = launch.blocks[1];
-        emulate(function.emulated, emulated);
-        return;
-    }
-    if (function.emulated && entry == "append") {
-        EmulatedLaunch emulated = {};
         emulated.append = &launch.append;
+        emulated.widening = &launch.widening;
         emulated.blocks[0] = launch.blocks[0];
         emulated.blocks[1] = launch.blocks[1];
         emulate(function.emulated, emulated);

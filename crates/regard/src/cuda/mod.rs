@@ -312,7 +312,7 @@ impl Launches {
     }
 
     /// Prefill with the operands that it is fastest for.
-    pub(crate) fn fastest_prefill(&self) -> Option<&Prefill> {
+    fn fastest_prefill(&self) -> Option<&Prefill> {
         self.widened.as_ref().map(|widened| &widened.prefill).or(self.prefill.as_ref())
     }
 

@@ -179,7 +179,7 @@ pub(super) fn reads_16_bytes(tensor: &Tensor<DeviceMemory>) -> bool {
 }
 
 /// Whether every row starts at a multiple of four elements.
-pub(super) fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
+fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
     has_rows_at(4, out)
 }
 

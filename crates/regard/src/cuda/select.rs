@@ -11,7 +11,7 @@ use super::widen;
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
     COUNTER_BYTES, Combine, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
-    SCHEDULED_BYTES, StepSchedule, WORKSPACE_ALIGNMENT,
+    SCHEDULED_BYTES, StepSchedule, WORKSPACE_ALIGNMENT, Widened,
 };
 use crate::dtype::DType;
 use crate::error::Refusal;
@@ -87,10 +87,8 @@ fn select_flat(
     match division {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
-                return Ok(prefill_alone(
-                    problem,
-                    with_copies(problem, prefill, facts, 0, COUNTER_BYTES),
-                ));
+                let prefill = with_copies(problem, prefill, facts, 0, COUNTER_BYTES);
+                return Ok(prefill_alone(problem, prefill));
             }
         }
         Division::Mixed(max_tokens) => {
@@ -219,38 +217,54 @@ fn with_latent(
     Selection { choice, split, backend }
 }
 
-/// Prefill, over a copy of keys and values if that is faster. `before`: the end of the workspace
-/// without its tile maps and copies.
+/// Prefill over the cache, and over a copy of keys and values if that is faster.
+struct PrefillPlan {
+    prefill: Prefill,
+    widened: Option<Widened>,
+    workspace_bytes: usize,
+}
+
+impl PrefillPlan {
+    /// With the operands that it is fastest for.
+    fn fastest(&self) -> &Prefill {
+        self.widened.as_ref().map_or(&self.prefill, |widened| &widened.prefill)
+    }
+}
+
+/// Adds prefill over a copy. `before`: the end of the workspace without tile maps and copies.
 fn with_copies(
     problem: &Problem,
     prefill: Prefill,
     facts: &CudaFacts,
     max_decode_len: usize,
     before: usize,
-) -> Launches {
+) -> PrefillPlan {
     let end = prefill_end(&prefill, before);
     let widened = widen::select(problem, &prefill, facts, max_decode_len, end);
     let workspace_bytes =
         widened.as_ref().map_or(end, |widened| prefill_end(&widened.prefill, widened.end));
-    Launches { prefill: Some(prefill), widened, workspace_bytes, ..Launches::default() }
+    PrefillPlan { prefill, widened, workspace_bytes }
 }
 
 /// A problem whose sequences all run in prefill.
-fn prefill_alone(problem: &Problem, backend: Launches) -> Selection<Launches> {
-    let (choice, split) = (prefill_choice(problem, &backend), prefill_split(problem, &backend));
+fn prefill_alone(problem: &Problem, plan: PrefillPlan) -> Selection<Launches> {
+    let (choice, split) = (prefill_choice(problem, &plan), prefill_split(problem, plan.fastest()));
+    let PrefillPlan { prefill, widened, workspace_bytes } = plan;
+    let prefill = Some(prefill);
+    let backend = Launches { prefill, widened, workspace_bytes, ..Launches::default() };
     Selection { choice, split, backend }
 }
 
 /// Both kernels: prefill first, for sequences of more than `max_tokens` tokens.
 fn mixed(
     problem: &Problem,
-    prefill: Launches,
+    plan: PrefillPlan,
     decode: Selection<Launches>,
     max_tokens: usize,
 ) -> Selection<Launches> {
     let Selection { choice, backend: launches, .. } = decode;
-    let mut split = prefill_split(problem, &prefill);
-    let mut both = prefill_choice(problem, &prefill);
+    let mut split = prefill_split(problem, plan.fastest());
+    let mut both = prefill_choice(problem, &plan);
     both.reason = format!(
         "{}; sequences of up to {max_tokens} tokens: {}, {}",
         both.reason,
@@ -261,7 +275,8 @@ fn mixed(
         format!("{}; those of up to {max_tokens} tokens split their keys among CTAs", split.reason);
     let decode =
         launches.decode.map(|decode| Decode { max_query_len: max_tokens as i32, ..decode });
-    let Launches { prefill, widened, workspace_bytes, .. } = prefill;
+    let PrefillPlan { prefill, widened, workspace_bytes } = plan;
+    let prefill = Some(prefill);
     let backend = Launches { prefill, widened, decode, workspace_bytes, ..launches };
     Selection { choice: both, split, backend }
 }
@@ -271,8 +286,8 @@ fn prefill_end(prefill: &Prefill, before: usize) -> usize {
     prefill.map.map_or(before, |map| map.specialized.end().max(map.fallback.end()))
 }
 
-fn prefill_choice(problem: &Problem, launches: &Launches) -> Choice {
-    let prefill = launches.fastest_prefill().expect("these are launches of prefill");
+fn prefill_choice(problem: &Problem, plan: &PrefillPlan) -> Choice {
+    let prefill = plan.fastest();
     let kernel = &prefill.specialized;
     let mut others = String::new();
     if prefill.specialized != prefill.fallback {
@@ -284,10 +299,10 @@ fn prefill_choice(problem: &Problem, launches: &Launches) -> Choice {
     if prefill.map.is_some() {
         others += "; a tile map of the mask is built first";
     }
-    if let (Some(_), Some(codes)) = (&launches.widened, &launches.prefill) {
+    if plan.widened.is_some() {
         others += &format!(
             "; keys and values are copied to {} first if heads share scales, else {} converts them",
-            problem.dtype, codes.specialized.launch.module
+            problem.dtype, plan.prefill.specialized.launch.module
         );
     }
     Choice {
@@ -301,8 +316,7 @@ fn prefill_choice(problem: &Problem, launches: &Launches) -> Choice {
     }
 }
 
-fn prefill_split(problem: &Problem, launches: &Launches) -> Split {
-    let prefill = launches.fastest_prefill().expect("these are launches of prefill");
+fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
     let kernel = &prefill.specialized;
     let tiles = prefill::tiles(problem, kernel).total;
     Split {
