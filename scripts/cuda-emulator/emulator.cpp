@@ -102,7 +102,7 @@ static void call_kernel() {
 #elif defined(APPEND)
     append(*launch->append);
 #elif defined(WIDEN)
-    widen(*launch->attention, *launch->widening);
+    widen(*launch->attention, *launch->widening, *launch->cache);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
 #elif defined(HOPPER) && !PREFIX

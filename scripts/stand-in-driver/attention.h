@@ -186,7 +186,7 @@ inline Pools pools_of_second(const AttentionParameters &p, const StoredCache &ca
 
 // The score of a key, minus infinity where it is hidden. `row` has room for the key.
 inline double score_of(const AttentionParameters &p, const StoredCache &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
-                       std::vector<float> &row, RowKey row_key) {
+                       std::vector<float> &row, RowKey row_key, float key_scale) {
     const long long key = row_key.key;
     long long new_token = key - ((long long)s.kv_len - s.q_len);
     if (p.tree_mask && new_token >= 0) {
@@ -202,7 +202,7 @@ inline double score_of(const AttentionParameters &p, const StoredCache &cache, c
         for (int lane = 0; lane < LANES; lane++) sums[lane] += (double)query[i + lane] * row[i + lane];
     }
     for (double sum : sums) score += sum;
-    score *= p.scale;
+    score *= (double)p.scale * key_scale;
     if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
     if (p.alibi_slopes) score -= load(p.alibi_slopes, head, ElementType::F32) * std::fabs((double)(s.offset + token - s.key_offset - key * p.key_positions.stride));
     if (p.mask_kind >= MaskKind::F32) score += load(p.mask, mask, mask_element(p.mask_kind));
@@ -297,7 +297,9 @@ inline void attend_row(const AttentionParameters &p, const StoredCache &cache, c
         MapKind tile = tile_of(t, s, token, head, key.key);
         const AttentionParameters &of_key = key.in_second ? second_cache.attention : tile == MapKind::Full ? unmasked : p;
         const StoredCache &stored = key.in_second ? second_cache.cache : cache;
-        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(of_key, stored, s, token, head, query, row, key));
+        const float key_scale =
+            t.each_key.pointer ? ((const float *)t.each_key.pointer)[(s.index * p.kv_heads + head / p.group) * t.each_key.stride + key.key] : 1.0f;
+        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(of_key, stored, s, token, head, query, row, key, key_scale));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
@@ -346,26 +348,35 @@ inline void attend(const AttentionParameters &p, const StoredCache &cache, const
     }
 }
 
-// Copies of keys and values in the type of queries, without scales.
-inline void widen(const AttentionParameters &p, const WidenParameters &w) {
+// Copies of keys and values in the type of queries; codes without their scales, but for values that are multiplied by them.
+inline void widen(const AttentionParameters &p, const WidenParameters &w, const StoredCache &cache) {
     AttentionParameters contiguous = p;
     contiguous.block_size = 0;
     for (int index = 0; index < p.batch; index++) {
         const Sequence s = sequence_of(p, index);
         if (s.q_len < w.min_query_len) continue;
-        auto copy = [&](const KvTensor &from, const KvTensor &to, CacheFormat format, long long key, int head, int dims) {
+        auto copy = [&](const KvTensor &from, const KvTensor &to, CacheFormat format, long long key, int head, int dims, bool scaled) {
             const long long at = place_of_key(p, s, key, from.strides) + head * from.strides.head;
             const long long copied = place_of_key(contiguous, s, key, to.strides) + head * to.strides.head;
+            if (scaled) {
+                std::vector<float> row(dims);
+                load_stored(p, s, from, format, cache.value_scales, cache.value_scale_strides, key, head, dims, row);
+                for (int i = 0; i < dims; i++) store(to.pointer, copied + i, cache.query_type, row[i]);
+                return;
+            }
             for (int i = 0; i < dims; i++) {
                 const bool is_code = format >= CacheFormat::E4M3;
                 const double x = is_code ? code_value(((const unsigned char *)from.pointer)[at + i], format) : load(from.pointer, at + i, (ElementType)(int)format);
-                store(to.pointer, copied + i, w.query_type, x);
+                store(to.pointer, copied + i, cache.query_type, x);
             }
         };
         for (long long key = 0; key < s.kv_len; key++) {
             for (int head = 0; head < p.kv_heads; head++) {
-                copy(p.keys, w.keys, w.key_format, key, head, p.head_dim);
-                copy(p.values, w.values, w.value_format, key, head, p.value_dim);
+                copy(p.keys, w.keys, cache.key_format, key, head, p.head_dim, false);
+                copy(p.values, w.values, cache.value_format, key, head, p.value_dim, w.scale_values);
+                if (!w.each_key.pointer) continue;
+                const long long at = place_of_key(p, s, key, cache.key_scale_strides) + head * cache.key_scale_strides.head;
+                ((float *)w.each_key.pointer)[(index * p.kv_heads + head) * w.each_key.stride + key] = (float)load(cache.key_scales, at, ElementType::F32);
             }
         }
     }

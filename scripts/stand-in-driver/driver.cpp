@@ -114,6 +114,7 @@ void run(const Launch &launch) {
     }
     if (function.emulated && (entry == "append" || entry == "widen")) {
         EmulatedLaunch emulated = {&launch.attention};
+        emulated.cache = &launch.cache;
         emulated.append = &launch.append;
         emulated.widening = &launch.widening;
         emulated.blocks[0] = launch.blocks[0];
@@ -130,7 +131,7 @@ void run(const Launch &launch) {
         if (function.has_cache) prefill.key_scales = prefill.value_scales = {};
         attend(launch.attention, launch.cache, prefill, prefill.min_query_len, all);
     }
-    if (function.entry == "widen") widen(launch.attention, launch.widening);
+    if (function.entry == "widen") widen(launch.attention, launch.widening, launch.cache);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);
@@ -155,11 +156,12 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
             launch.maps.value = *(const TensorMap *)arguments[3];
         }
     }
+    launch.cache = elements_of(launch.function->type);
     if (entry == "widen") {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.widening = *(const WidenParameters *)arguments[1];
+        launch.cache = {*(const CacheParameters *)arguments[2]};
     }
-    launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[1]};
     if (entry == "decode" && launch.function->has_any) launch.cache.rest = *(const KvTensor *)arguments[2];
     if (is_of_decode(entry) && launch.function->has_lists) launch.listed = *(const ListedParameters *)arguments[0];

@@ -327,6 +327,13 @@ parameters! {
         /// From head to head, in elements.
         stride: i64,
     }
+    /// Workspace: a scale per key and head, of keys that were widened.
+    KeyScales {
+        /// f32 [B, Hkv, keys]; 0 if there are none.
+        pointer: u64,
+        /// From head to head, in elements: keys, rounded up to a K tile.
+        stride: i64,
+    }
     /// Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask, and
     /// scales of codes that were widened.
     PrefillParameters {
@@ -338,6 +345,8 @@ parameters! {
         key_scales: HeadScales,
         /// Scales of values.
         value_scales: HeadScales,
+        /// Scales of single keys, for the fallback kernels with WGMMA.
+        each_key: KeyScales,
         /// Tiles in all if the host knows that all query lengths are equal; else 0.
         tiles: i64,
         /// Row tiles of each (sequence, query head), where `tiles` is given.
@@ -349,24 +358,22 @@ parameters! {
         /// Keys per TMA box; divides both K tiles and pages.
         box_keys: i32,
     }
-    /// Widening: copies of keys and values in the type of queries, without scales, for prefill.
+    /// Widening: copies of keys and values in the type of queries, for prefill.
     WidenParameters {
         /// The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk].
         keys: KvTensor,
         /// The copy of values, like that of keys.
         values: KvTensor,
-        /// How keys are stored: as codes of 8 bits, or in the type of queries.
-        key_format: CacheFormat,
-        /// How values are stored, likewise.
-        value_format: CacheFormat,
-        /// The type of queries, of 16 bits.
-        query_type: ElementType,
+        /// The copy of scales of keys, if prefill takes a scale for each.
+        each_key: KeyScales,
         /// Sequences of fewer query tokens are not widened.
         min_query_len: i32,
         /// Blocks of keys per sequence, each for one CTA.
         key_blocks: i32,
         /// Whether all rows start at multiples of 16 bytes.
         aligned: i32,
+        /// Whether values are multiplied by their scales, and rounded.
+        scale_values: i32,
     }
     /// A prefix group: sequences whose rows attend to a shared prefix together.
     PrefixGroup {
@@ -604,7 +611,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 25] = [
+const CUDA: [Layout; 26] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -620,6 +627,7 @@ const CUDA: [Layout; 25] = [
     TileMap::LAYOUT,
     AttentionParameters::LAYOUT,
     HeadScales::LAYOUT,
+    KeyScales::LAYOUT,
     PrefillParameters::LAYOUT,
     WidenParameters::LAYOUT,
     PrefixGroup::LAYOUT,

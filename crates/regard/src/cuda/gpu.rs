@@ -672,9 +672,10 @@ impl Run<'_> {
             maps.as_ref().map_or(argument(&call.cache), argument),
             argument(&call.cache),
         ];
-        if let Some(WidenCall { launch, attention, parameters }) = &call.widen {
+        if let Some(WidenCall { launch, attention, parameters, cache }) = &call.widen {
+            let mut arguments = [argument(attention), argument(parameters), argument(cache)];
             // SAFETY: the kernel reads these; the caller has promised the rest.
-            unsafe { self.launch(launch, &mut [argument(attention), argument(parameters)])? };
+            unsafe { self.launch(launch, &mut arguments)? };
         }
         if let Some(map) = call.tile_map.filter(|_| !mapped) {
             // SAFETY: passed on.

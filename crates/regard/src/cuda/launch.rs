@@ -337,18 +337,21 @@ pub(super) fn choose_prefill<'a>(
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
 ) -> Option<PrefillCall<'a>> {
-    let copies = launches.widened.as_ref().and_then(|widened| {
+    let prefill = launches.prefill.as_ref()?;
+    let on_copies = launches.widened.as_ref().and_then(|widened| {
         let copies = widened.copies(problem, inputs, outputs, workspace)?;
-        Some((widened, copies))
+        let Copies { prefill, problem, inputs, key_scales, value_scales, call } = copies;
+        let each_key = call.parameters.each_key;
+        let prefill = prefill_call(&problem, prefill, &inputs, outputs, workspace);
+        // One kernel takes a scale for each key.
+        if each_key.pointer != 0 && prefill.maps.is_none() {
+            return None;
+        }
+        let parameters =
+            PrefillParameters { key_scales, value_scales, each_key, ..prefill.parameters };
+        Some(PrefillCall { widen: Some(call), parameters, ..prefill })
     });
-    let Some((widened, copies)) = copies else {
-        let prefill = launches.prefill.as_ref()?;
-        return Some(prefill_call(problem, prefill, inputs, outputs, workspace));
-    };
-    let Copies { problem, inputs, key_scales, value_scales, call } = copies;
-    let prefill = prefill_call(&problem, &widened.prefill, &inputs, outputs, workspace);
-    let parameters = PrefillParameters { key_scales, value_scales, ..prefill.parameters };
-    Some(PrefillCall { widen: Some(call), parameters, ..prefill })
+    Some(on_copies.unwrap_or_else(|| prefill_call(problem, prefill, inputs, outputs, workspace)))
 }
 
 /// The prefill call for these operands.

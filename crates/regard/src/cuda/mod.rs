@@ -98,7 +98,7 @@ pub(crate) const SCHEDULED_BYTES: usize = 128;
 pub struct Launches {
     /// Sequences of many query tokens.
     pub prefill: Option<Prefill>,
-    /// Instead of `prefill` over codes whose scales are one per head, if there are many rows.
+    /// Instead of `prefill` over codes, if there are many rows.
     pub widened: Option<Widened>,
     /// Sequences of few.
     pub decode: Option<Decode>,
@@ -220,10 +220,14 @@ pub struct Widened {
     pub keys_at: usize,
     /// Offset of the copy of values.
     pub values_at: usize,
+    /// Offset of the scales of keys, if there is one for each.
+    pub scales_at: usize,
     /// The end of the copies.
     pub end: usize,
-    /// The launch of the kernels that read them.
-    pub prefill: Prefill,
+    /// The launch of the kernels that read copies of codes whose scales heads share.
+    pub shared: Option<Prefill>,
+    /// The launch of the kernel that takes a scale for each key.
+    pub scaled: Option<Prefill>,
 }
 
 /// A prefill kernel. Tiles are query tokens of one head.
@@ -313,7 +317,8 @@ impl Launches {
 
     /// Prefill with the operands that it is fastest for.
     fn fastest_prefill(&self) -> Option<&Prefill> {
-        self.widened.as_ref().map(|widened| &widened.prefill).or(self.prefill.as_ref())
+        let widened = self.widened.as_ref();
+        widened.and_then(|widened| widened.prefills().next()).or(self.prefill.as_ref())
     }
 
     /// The prefill launches that may take the place of the first one.
@@ -321,7 +326,7 @@ impl Launches {
         let kernels = |prefill: &Prefill| {
             [prefill.specialized].into_iter().chain(prefill.any_scales).chain([prefill.fallback])
         };
-        let widened = self.widened.iter().map(|widened| &widened.prefill);
+        let widened = self.widened.iter().flat_map(Widened::prefills);
         self.prefill.iter().chain(widened).flat_map(kernels).map(|kernel| kernel.launch)
     }
 

@@ -91,10 +91,37 @@ pub(super) fn select(
         specialized,
         any_scales,
         fallback,
-        min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
+        min_query_len: min_query_len(max_decode_len),
         l2_group: l2_group(problem, facts),
         map: map.then(|| map_space(problem, facts, [&specialized, &fallback], map_at)),
     })
+}
+
+/// The launch of the kernel on Hopper that multiplies the scores of each key by a scale of its own,
+/// over elements; `None` if there is none for the problem.
+pub(super) fn select_scaled(
+    problem: &Problem,
+    facts: &CudaFacts,
+    max_decode_len: usize,
+    map_at: usize,
+) -> Option<Prefill> {
+    let kernel = has_wgmma(problem, facts)
+        .then(|| find_module(Family::PrefillSm90, Build::Fallback, problem, facts))
+        .flatten()?;
+    let map = problem.variant.mask.is_some();
+    Some(Prefill {
+        specialized: kernel,
+        any_scales: None,
+        fallback: kernel,
+        min_query_len: min_query_len(max_decode_len),
+        l2_group: l2_group(problem, facts),
+        map: map.then(|| map_space(problem, facts, [&kernel; 2], map_at)),
+    })
+}
+
+/// The fewest query tokens of a sequence that prefill computes; 0 for all sequences.
+fn min_query_len(max_decode_len: usize) -> i32 {
+    if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 }
 }
 
 /// Whether keys or values of this type are exact in the type of queries; codes without their

@@ -241,8 +241,11 @@ fn with_copies(
 ) -> PrefillPlan {
     let end = prefill_end(&prefill, before);
     let widened = widen::select(problem, &prefill, facts, max_decode_len, end);
-    let workspace_bytes =
-        widened.as_ref().map_or(end, |widened| prefill_end(&widened.prefill, widened.end));
+    let copies_end = |widened: &Widened| {
+        let ends = widened.prefills().map(|prefill| prefill_end(prefill, widened.end));
+        ends.max().unwrap_or(widened.end)
+    };
+    let workspace_bytes = widened.as_ref().map_or(end, copies_end);
     PrefillPlan { prefill, widened, workspace_bytes }
 }
 
@@ -301,7 +304,7 @@ fn prefill_choice(problem: &Problem, plan: &PrefillPlan) -> Choice {
     }
     if plan.widened.is_some() {
         others += &format!(
-            "; keys and values are copied to {} first if heads share scales, else {} converts them",
+            "; keys and values are copied to {} first, but where {} has to convert them",
             problem.dtype, plan.prefill.specialized.launch.module
         );
     }

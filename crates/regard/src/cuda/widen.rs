@@ -5,7 +5,7 @@
 
 use super::prefill;
 use super::registry::{Cache, Family};
-use super::{Launch, Prefill, Widened};
+use super::{Launch, Prefill, PrefillKernel, Widened};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem};
@@ -14,9 +14,9 @@ use crate::variant::Values;
 use {
     super::DeviceMemory,
     super::lists::kv_tensor,
-    super::operands::{attention, has_head_scales, head_scales, reads_16_bytes},
+    super::operands::{attention, cache_parameters, has_head_scales, head_scales, reads_16_bytes},
     crate::kernel_parameters::count,
-    crate::params::{AttentionParameters, CacheFormat, ElementType, HeadScales, WidenParameters},
+    crate::params::{AttentionParameters, CacheParameters, HeadScales, KeyScales, WidenParameters},
     crate::problem::{Inputs, Outputs},
     crate::tensor::{Tensor, raw_dims},
     crate::variant::Attention,
@@ -31,6 +31,9 @@ const COPY_ALIGNMENT: usize = 128;
 /// Threads per CTA and keys per CTA, as in `widen.cu`.
 const THREADS: u32 = 256;
 const BLOCK_KEYS: usize = 64;
+
+/// Keys of the largest K tile of prefill.
+const MAX_TILE_KEYS: usize = 128;
 
 /// Rows that read each copied key from which on a copy pays, as measured on an H200 (docs/perf):
 /// beside the kernels for codes that multiply by WGMMA, which convert them while others multiply,
@@ -67,6 +70,11 @@ fn copy_bytes(problem: &Problem, tokens: usize) -> [usize; 2] {
     [problem.head_dim, problem.value_dim].map(|dim| tokens.saturating_mul(token_bytes(dim)))
 }
 
+/// Elements from head to head of the scales of keys: prefill reads whole K tiles.
+fn scale_stride(problem: &Problem) -> usize {
+    problem.kv_len.saturating_add(MAX_TILE_KEYS).next_multiple_of(4)
+}
+
 /// Prefill over a copy, if that is faster than the kernels that read codes; the copies and the tile
 /// maps of a mask are behind the first `start` bytes of the workspace.
 pub(super) fn select(
@@ -76,17 +84,32 @@ pub(super) fn select(
     max_decode_len: usize,
     start: usize,
 ) -> Option<Widened> {
-    if !is_exact(problem) || rows_per_key(problem) < min_rows(problem, beside) {
+    let rows = rows_per_key(problem);
+    let takes_shared = is_exact(problem) && rows >= min_rows(problem, &beside.specialized);
+    let scaled_beside = beside.any_scales.as_ref().unwrap_or(&beside.specialized);
+    let takes_scaled = takes_scales(problem) && rows >= min_rows(problem, scaled_beside);
+    if !takes_shared && !takes_scaled {
         return None;
     }
     let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem));
     if key_bytes.saturating_add(value_bytes) > MAX_COPY_BYTES {
         return None;
     }
-    let keys_at = start.checked_next_multiple_of(COPY_ALIGNMENT)?;
-    let values_at = keys_at.checked_add(key_bytes)?.checked_next_multiple_of(COPY_ALIGNMENT)?;
-    let end = values_at.checked_add(value_bytes)?.checked_next_multiple_of(COPY_ALIGNMENT)?;
-    let prefill = prefill::select(&widened(problem), facts, max_decode_len, end)?;
+    let scale_bytes = problem.batch.checked_mul(problem.kv_heads)?;
+    let scale_bytes = scale_bytes.checked_mul(4 * scale_stride(problem))?;
+    let behind =
+        |at: usize, bytes: usize| at.checked_add(bytes)?.checked_next_multiple_of(COPY_ALIGNMENT);
+    let keys_at = behind(start, 0)?;
+    let values_at = behind(keys_at, key_bytes)?;
+    let scales_at = behind(values_at, value_bytes)?;
+    let end = behind(scales_at, if takes_scaled { scale_bytes } else { 0 })?;
+    let on_copy = widened(problem);
+    let shared = takes_shared.then(|| prefill::select(&on_copy, facts, max_decode_len, end));
+    let scaled = takes_scaled.then(|| prefill::select_scaled(&on_copy, facts, max_decode_len, end));
+    let (shared, scaled) = (shared.flatten(), scaled.flatten());
+    if shared.is_none() && scaled.is_none() {
+        return None;
+    }
     let blocks = problem.batch.checked_mul(problem.kv_len.div_ceil(BLOCK_KEYS))?.checked_mul(2)?;
     let launch = Launch {
         module: Family::Widen.name(),
@@ -95,7 +118,14 @@ pub(super) fn select(
         threads: THREADS,
         ..Launch::default()
     };
-    Some(Widened { launch, keys_at, values_at, end, prefill })
+    Some(Widened { launch, keys_at, values_at, scales_at, end, shared, scaled })
+}
+
+impl Widened {
+    /// Prefill over the copies, in the order of speed.
+    pub(super) fn prefills(&self) -> impl Iterator<Item = &Prefill> {
+        self.shared.iter().chain(&self.scaled)
+    }
 }
 
 /// Whether keys and values are exact in the type of queries, one of 16 bits, without their scales;
@@ -107,6 +137,15 @@ fn is_exact(problem: &Problem) -> bool {
         && exact(problem.key_dtype)
         && exact(problem.value_dtype)
         && (problem.key_dtype.is_code() || problem.value_dtype.is_code())
+}
+
+/// The same, but values may also be codes or blocks that are multiplied by their scales, and
+/// rounded to the type of queries: f16 has not the range.
+fn takes_scales(problem: &Problem) -> bool {
+    let exact_keys = problem.key_dtype.is_code() || problem.key_dtype == DType::BF16;
+    problem.dtype == DType::BF16
+        && (is_exact(problem)
+            || problem.rotary_dim == 0 && exact_keys && problem.value_dtype.is_block())
 }
 
 /// Rows that read a copied key, on average, if all sequences are as long as the longest. (The short
@@ -128,8 +167,7 @@ fn rows_per_key(problem: &Problem) -> usize {
 }
 
 /// Rows from which on a copy pays, beside that kernel.
-fn min_rows(problem: &Problem, beside: &Prefill) -> usize {
-    let kernel = &beside.specialized;
+fn min_rows(problem: &Problem, kernel: &PrefillKernel) -> usize {
     match (kernel.tensor_maps, kernel.cache) {
         (true, Cache::Bytes) if problem.head_dim > 128 => ROWS_BESIDE_CODES_WIDE,
         (true, Cache::Bytes) => ROWS_BESIDE_CODES,
@@ -144,11 +182,14 @@ pub(super) struct WidenCall {
     pub launch: Launch,
     pub attention: AttentionParameters,
     pub parameters: WidenParameters,
+    pub cache: CacheParameters,
 }
 
 /// What prefill over a copy needs beside the operands.
 #[cfg(feature = "cuda")]
-pub(super) struct Copies<'a> {
+pub(super) struct Copies<'a, 'p> {
+    /// The launch that reads them.
+    pub prefill: &'p Prefill,
     pub problem: Problem,
     /// Keys and values are the copies.
     pub inputs: Inputs<'a, DeviceMemory>,
@@ -159,31 +200,57 @@ pub(super) struct Copies<'a> {
 
 #[cfg(feature = "cuda")]
 impl Widened {
-    /// The copies of these operands in a workspace at that address; `None` if scales differ within
-    /// a head, or the copies would be larger than planned.
-    pub(super) fn copies<'a>(
-        &self,
+    /// The copies of these operands in a workspace at that address; `None` if no kernel takes their
+    /// scales, or the copies would be larger than planned.
+    pub(super) fn copies<'a, 'p>(
+        &'p self,
         problem: &Problem,
         inputs: &Inputs<'a, DeviceMemory>,
         outputs: &Outputs<DeviceMemory>,
         workspace: u64,
-    ) -> Option<Copies<'a>> {
+    ) -> Option<Copies<'a, 'p>> {
         let tokens = match problem.keys {
             KvStorage::Ragged => inputs.k.shape()[0],
             KvStorage::Batched | KvStorage::Paged { .. } => planned_tokens(problem),
         };
         let [key_bytes, value_bytes] = copy_bytes(problem, tokens);
         let fits = self.keys_at.saturating_add(key_bytes) <= self.values_at
-            && self.values_at.saturating_add(value_bytes) <= self.end;
-        if !fits || problem.kv_len == 0 || inputs.k.is_empty() || !has_head_scales(inputs) {
+            && self.values_at.saturating_add(value_bytes) <= self.scales_at;
+        if !fits || problem.kv_len == 0 || inputs.k.is_empty() {
             return None;
         }
+        let shared = self.shared.as_ref().filter(|_| has_head_scales(inputs));
+        let prefill = shared.or(self.scaled.as_ref())?;
+        let is_scaled = shared.is_none();
         let copy = |at: usize, dim: usize| copy_of(problem, tokens, workspace + at as u64, dim);
         let k = copy(self.keys_at, problem.head_dim)?;
         let v = copy(self.values_at, problem.value_dim)?;
-        let key_scales = head_scales(&inputs.attention.k_scales);
-        let value_scales = head_scales(inputs.value_scales());
-        let call = self.call(problem, inputs, outputs, [&k, &v]);
+        let of_heads = |scales| if is_scaled { HeadScales::default() } else { head_scales(scales) };
+        let key_scales = of_heads(&inputs.attention.k_scales);
+        let value_scales = of_heads(inputs.value_scales());
+        let each_key = match (&inputs.attention.k_scales, is_scaled) {
+            (Some(_), true) => KeyScales {
+                pointer: workspace + self.scales_at as u64,
+                stride: scale_stride(problem) as i64,
+            },
+            _ => KeyScales::default(),
+        };
+        let key_blocks = problem.kv_len.div_ceil(BLOCK_KEYS);
+        let parameters = WidenParameters {
+            keys: kv_tensor(&k),
+            values: kv_tensor(&v),
+            each_key,
+            min_query_len: prefill.min_query_len,
+            key_blocks: count(key_blocks),
+            aligned: [&inputs.k, &inputs.v].into_iter().all(reads_16_bytes).into(),
+            scale_values: is_scaled.into(),
+        };
+        let call = WidenCall {
+            launch: self.launch.with_ctas((2 * problem.batch * key_blocks) as u32),
+            attention: attention(problem, inputs, outputs, 0),
+            parameters,
+            cache: cache_parameters(problem, inputs),
+        };
         let attention = Attention {
             values: Values::Separate,
             block_table: None,
@@ -192,32 +259,7 @@ impl Widened {
             ..inputs.attention
         };
         let inputs = Inputs { q: inputs.q, k, v, attention };
-        Some(Copies { problem: widened(problem), inputs, key_scales, value_scales, call })
-    }
-
-    fn call(
-        &self,
-        problem: &Problem,
-        inputs: &Inputs<DeviceMemory>,
-        outputs: &Outputs<DeviceMemory>,
-        [keys, values]: [&Tensor<DeviceMemory>; 2],
-    ) -> WidenCall {
-        let key_blocks = problem.kv_len.div_ceil(BLOCK_KEYS);
-        let parameters = WidenParameters {
-            keys: kv_tensor(keys),
-            values: kv_tensor(values),
-            key_format: CacheFormat::from_dtype(problem.key_dtype),
-            value_format: CacheFormat::from_dtype(problem.value_dtype),
-            query_type: ElementType::from_dtype(problem.dtype),
-            min_query_len: self.prefill.min_query_len,
-            key_blocks: count(key_blocks),
-            aligned: [&inputs.k, &inputs.v].into_iter().all(reads_16_bytes).into(),
-        };
-        WidenCall {
-            launch: self.launch.with_ctas((2 * problem.batch * key_blocks) as u32),
-            attention: attention(problem, inputs, outputs, 0),
-            parameters,
-        }
+        Some(Copies { prefill, problem: widened(problem), inputs, key_scales, value_scales, call })
     }
 }
 
@@ -273,14 +315,17 @@ mod tests {
 
     /// The module that reads the copies.
     fn module(problem: &Problem) -> Option<&'static str> {
-        Some(launches(problem, "h200").widened?.prefill.specialized.launch.module)
+        Some(launches(problem, "h200").widened?.shared?.specialized.launch.module)
     }
 
     #[test]
     fn many_rows_over_codes_read_a_copy() {
         assert_eq!(module(&base()), Some("prefill_bf16_128_128_plain_sm90"));
         let ampere = launches(&base(), "a100").widened.unwrap();
-        assert_eq!(ampere.prefill.specialized.launch.module, "prefill_bf16_128_128_plain_sm80");
+        assert_eq!(
+            ampere.shared.unwrap().specialized.launch.module,
+            "prefill_bf16_128_128_plain_sm80"
+        );
         let mut capped = base();
         capped.variant.softcap = true;
         assert_eq!(module(&capped), Some("prefill_bf16_128_128_fallback_sm90"));

@@ -226,6 +226,13 @@ struct HeadScales {
 };
 static_assert(sizeof(HeadScales) == 16, "as the host has it");
 
+// Workspace: a scale per key and head, of keys that were widened.
+struct KeyScales {
+    unsigned long long pointer; // f32 [B, Hkv, keys]; 0 if there are none.
+    long long stride; // From head to head, in elements: keys, rounded up to a K tile.
+};
+static_assert(sizeof(KeyScales) == 16, "as the host has it");
+
 // Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask, and scales of codes that were
 // widened.
 struct PrefillParameters {
@@ -233,26 +240,26 @@ struct PrefillParameters {
     TileMap map; // The tile map of the mask.
     HeadScales key_scales; // Scales of keys.
     HeadScales value_scales; // Scales of values.
+    KeyScales each_key; // Scales of single keys, for the fallback kernels with WGMMA.
     long long tiles; // Tiles in all if the host knows that all query lengths are equal; else 0.
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
     int l2_group; // (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
     int min_query_len; // Shorter sequences belong to the decode launch; 0 for none.
     int box_keys; // Keys per TMA box; divides both K tiles and pages.
 };
-static_assert(sizeof(PrefillParameters) == 128, "as the host has it");
+static_assert(sizeof(PrefillParameters) == 144, "as the host has it");
 
-// Widening: copies of keys and values in the type of queries, without scales, for prefill.
+// Widening: copies of keys and values in the type of queries, for prefill.
 struct WidenParameters {
     KvTensor keys; // The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk].
     KvTensor values; // The copy of values, like that of keys.
-    CacheFormat key_format; // How keys are stored: as codes of 8 bits, or in the type of queries.
-    CacheFormat value_format; // How values are stored, likewise.
-    ElementType query_type; // The type of queries, of 16 bits.
+    KeyScales each_key; // The copy of scales of keys, if prefill takes a scale for each.
     int min_query_len; // Sequences of fewer query tokens are not widened.
     int key_blocks; // Blocks of keys per sequence, each for one CTA.
     int aligned; // Whether all rows start at multiples of 16 bytes.
+    int scale_values; // Whether values are multiplied by their scales, and rounded.
 };
-static_assert(sizeof(WidenParameters) == 88, "as the host has it");
+static_assert(sizeof(WidenParameters) == 96, "as the host has it");
 
 // A prefix group: sequences whose rows attend to a shared prefix together.
 struct PrefixGroup {

@@ -222,7 +222,7 @@ struct Consumer : SoftmaxWarpgroup {
 
     __device__ __forceinline__ void run() {
         // Through a shuffle, so that the compiler does not recompute it for every K tile.
-        kept_features = KEEPS_FEATURES ? __shfl_sync(~0u, score_features(params), 0) : 0;
+        kept_features = KEEPS_FEATURES ? __shfl_sync(~0u, score_features(params, prefill), 0) : 0;
         if (warpgroup == CONSUMERS - 1) hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER, 256);
         TileView view;
         if (!next_tile(view)) return;

@@ -280,17 +280,20 @@ enum ScoreFeature {
     ADDS_MASK = 8,
     HIDES_BY_MASK = 16,
     HIDES_BY_TREE = 32,
-    HAS_UNEVEN_ROWS = 64
+    HAS_UNEVEN_ROWS = 64,
+    SCALES_KEYS = 128
 };
 
-static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
+static __device__ __forceinline__ int score_features(const AttentionParameters &params,
+                                                     const PrefillParameters &prefill) {
     if (!IS_FALLBACK) return 0;
     int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) |
                    (params.mask_kind >= MaskKind::F32 ? ADDS_MASK : 0) |
                    (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window.right > 0 ? SLOPES_BOTH_WAYS : 0) |
-           (params.tree_mask ? HIDES_BY_TREE : 0) | (has_uneven_ranges(params) ? HAS_UNEVEN_ROWS : 0);
+           (params.tree_mask ? HIDES_BY_TREE : 0) | (has_uneven_ranges(params) ? HAS_UNEVEN_ROWS : 0) |
+           (prefill.each_key.pointer ? SCALES_KEYS : 0);
 }
 
 // Terms that are folded into the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of

@@ -1,6 +1,7 @@
-// Copies keys and values of 8-bit codes into tensors of the queries' type, for the prefill kernels over elements: codes
-// are exact there, and their scales, one per head, come later. Only keys that some row sees are copied, and pages
-// become contiguous. A CTA per block of keys of a sequence, or of its values.
+// Copies keys and values of 8-bit codes into tensors of the queries' type, for the prefill kernels over elements. Codes
+// are exact there. Scales that heads share come later. Other scales of keys are copied beside them, and multiply
+// scores; other scales of values multiply values here, which are rounded, as probabilities are. Only keys that some row
+// sees are copied, and pages become contiguous. A CTA per block of keys of a sequence, or of its values.
 #include "common/formats.cuh"
 #include "common/paging.cuh"
 
@@ -19,8 +20,17 @@ struct Side {
     KvTensor from, to;
     CacheFormat format;
     int dims;
+    unsigned long long scales; // that values are multiplied by; blocks have theirs inside
+    RowStrides scale_strides;
 
     __device__ __forceinline__ bool is_code() const { return format >= CacheFormat::E4M3; }
+    __device__ __forceinline__ bool is_block() const {
+        return format == CacheFormat::Q8_0 || format == CacheFormat::Q4_0;
+    }
+    // Bytes of an element: a code, a block or a number.
+    __device__ __forceinline__ int bytes() const {
+        return format == CacheFormat::Q8_0 ? 34 : format == CacheFormat::Q4_0 ? 18 : is_code() ? 1 : 2;
+    }
 };
 
 static __device__ __forceinline__ long long token_offset(const RowStrides &strides, const KeyPlace &place) {
@@ -44,6 +54,27 @@ static __device__ __forceinline__ uint4 load_chunk(const unsigned char *from, in
     return make_uint4(codes.x, codes.y, 0, 0);
 }
 
+// Eight values of a block as codes of i8, from an address that is a multiple of 2; `scale` is that of the block.
+static __device__ __forceinline__ uint4 load_block_chunk(const unsigned char *block, int dim, bool is_nibble,
+                                                         float &scale) {
+    scale = Element<ElementType::F16>::to_float(*(const unsigned short *)block);
+    const unsigned short *from = (const unsigned short *)(block + 2 + dim % (is_nibble ? 16 : 32));
+    uint4 codes = make_uint4(from[0] | (unsigned)from[1] << 16, from[2] | (unsigned)from[3] << 16, 0, 0);
+    if (!is_nibble) return codes;
+    auto extended = [&](unsigned word) {
+        // n - 8, whose lowest four bits are n ^ 8.
+        unsigned low = ((dim < 16 ? word : word >> 4) & 0x0f0f0f0f) ^ 0x08080808;
+        return low | (low & 0x08080808) * 0x1e;
+    };
+    return make_uint4(extended(codes.x), extended(codes.y), 0, 0);
+}
+
+// A pair of bf16, multiplied and rounded.
+static __device__ __forceinline__ unsigned multiply(unsigned pair, float scale) {
+    typedef Element<ElementType::BF16> E;
+    return E::pack(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000) * scale);
+}
+
 template <ElementType TYPE, CacheFormat FORMAT> static __device__ __forceinline__ void widen(uint4 &chunk) {
     unsigned first = chunk.x, second = chunk.y;
     widen_codes<TYPE, FORMAT>(first, chunk.x, chunk.y);
@@ -55,12 +86,98 @@ template <ElementType TYPE> static __device__ __forceinline__ void widen(CacheFo
         widen<TYPE, CacheFormat::E4M3>(chunk);
     else if (format == CacheFormat::E5M2)
         widen<TYPE, CacheFormat::E5M2>(chunk);
-    else if (format == CacheFormat::I8)
+    else if (format >= CacheFormat::I8) // blocks too
         widen<TYPE, CacheFormat::I8>(chunk);
 }
 
+// Where a key is stored.
+static __device__ __forceinline__ KeyPlace stored_place(const AttentionParameters &params, const Rows &rows, int key) {
+    KeyPlace place = contiguous_place(params, rows, key);
+    if (params.block_size) {
+        find_paged_place(params, rows, key, place);
+        place.batch = page_of(params, place.batch);
+    }
+    return place;
+}
+
+// Copies the keys, or values, of a block that are in `start` to `end`, AT_ONCE per warp at a time. SCALED: values times
+// their scales.
+template <bool SCALED, int AT_ONCE>
+static __device__ __forceinline__ void copy_rows(const AttentionParameters &params, const Rows &rows, Side side,
+                                                 ElementType type, bool aligned, int first, int start, int end) {
+    int item_bytes = side.bytes(), lane = threadIdx.x % 32;
+    int per_head = (side.dims + CHUNK - 1) / CHUNK, chunks = per_head * params.kv_heads;
+#pragma unroll 1
+    for (int group = 0; group < KEYS_PER_WARP; group += AT_ONCE) {
+        const unsigned char *from[AT_ONCE];
+        unsigned short *to[AT_ONCE];
+        const float *scales[AT_ONCE];
+        bool present[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            int key = first + threadIdx.x / 32 + WARPS * (group + i);
+            present[i] = key >= start && key < end;
+            if (!present[i]) continue;
+            to[i] =
+                (unsigned short *)side.to.pointer + token_offset(side.to.strides, contiguous_place(params, rows, key));
+            KeyPlace place = stored_place(params, rows, key);
+            from[i] = (const unsigned char *)side.from.pointer + token_offset(side.from.strides, place) * item_bytes;
+            if (SCALED) scales[i] = (const float *)side.scales + token_offset(side.scale_strides, place);
+        }
+#pragma unroll 1
+        for (int at = lane; at < chunks; at += 32) {
+            int head = at / per_head, dim = (at - head * per_head) * CHUNK;
+            bool is_block = SCALED && side.is_block();
+            long long source = (head * side.from.strides.head + (is_block ? dim / 32 : dim)) * item_bytes,
+                      target = head * side.to.strides.head + dim;
+            uint4 loaded[AT_ONCE];
+            float scale[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (!present[i]) continue;
+                if (is_block) {
+                    bool is_nibble = side.format == CacheFormat::Q4_0;
+                    loaded[i] = load_block_chunk(from[i] + source, dim % 32, is_nibble, scale[i]);
+                } else {
+                    loaded[i] = load_chunk(from[i] + source, side.dims - dim, side.is_code(), aligned);
+                    if (SCALED) scale[i] = scales[i][head * side.scale_strides.head];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (!present[i]) continue;
+                uint4 &chunk = loaded[i];
+                if (!SCALED && type == ElementType::F16)
+                    widen<ElementType::F16>(side.format, chunk);
+                else
+                    widen<ElementType::BF16>(side.format, chunk);
+                if (SCALED) {
+                    chunk.x = multiply(chunk.x, scale[i]), chunk.y = multiply(chunk.y, scale[i]);
+                    chunk.z = multiply(chunk.z, scale[i]), chunk.w = multiply(chunk.w, scale[i]);
+                }
+                // Rows of the copy are whole chunks.
+                *(uint4 *)(to[i] + target) = chunk;
+            }
+        }
+    }
+}
+
+// Copies the scales of keys.
+static __device__ __forceinline__ void copy_scales(const AttentionParameters &params, const Rows &rows,
+                                                   const CacheParameters &cache, const KeyScales &to, int start,
+                                                   int end) {
+    for (int i = threadIdx.x; i < (end - start) * params.kv_heads; i += THREADS) {
+        int key = start + i / params.kv_heads, head = i % params.kv_heads;
+        KeyPlace place = stored_place(params, rows, key);
+        const float *from = (const float *)cache.key_scales + token_offset(cache.key_scale_strides, place);
+        ((float *)to.pointer)[((long long)rows.sequence * params.kv_heads + head) * to.stride + key] =
+            from[head * cache.key_scale_strides.head];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    widen(const __grid_constant__ AttentionParameters params, const __grid_constant__ WidenParameters widening) {
+    widen(const __grid_constant__ AttentionParameters params, const __grid_constant__ WidenParameters widening,
+          const __grid_constant__ CacheParameters cache) {
     Rows rows;
     // From the last sequence to the first, because prefill begins with the first: L2 holds what was copied last.
     int number = gridDim.x - 1 - blockIdx.x, block = number / 2;
@@ -73,45 +190,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int end = min(first + BLOCK_KEYS, visible_end(params, seq, seq.q_len - 1));
     if (start >= end) return;
 
-    // This warp's keys: where they are, and where they go.
-    Side side = number % 2 == 0 ? Side{params.keys, widening.keys, widening.key_format, params.head_dim}
-                                : Side{params.values, widening.values, widening.value_format, params.value_dim};
-    int item_bytes = side.is_code() ? 1 : 2, lane = threadIdx.x % 32;
-    const unsigned char *from[KEYS_PER_WARP];
-    unsigned short *to[KEYS_PER_WARP];
-    bool present[KEYS_PER_WARP];
-#pragma unroll
-    for (int i = 0; i < KEYS_PER_WARP; i++) {
-        int key = first + threadIdx.x / 32 + WARPS * i;
-        present[i] = key >= start && key < end;
-        if (!present[i]) continue;
-        KeyPlace place = contiguous_place(params, rows, key);
-        to[i] = (unsigned short *)side.to.pointer + token_offset(side.to.strides, place);
-        if (params.block_size) {
-            find_paged_place(params, rows, key, place);
-            place.batch = page_of(params, place.batch);
-        }
-        from[i] = (const unsigned char *)side.from.pointer + token_offset(side.from.strides, place) * item_bytes;
-    }
-    int per_head = (side.dims + CHUNK - 1) / CHUNK, chunks = per_head * params.kv_heads;
-#pragma unroll 1
-    for (int at = lane; at < chunks; at += 32) {
-        int head = at / per_head, dim = (at - head * per_head) * CHUNK;
-        long long source = (head * side.from.strides.head + dim) * item_bytes,
-                  target = head * side.to.strides.head + dim;
-        uint4 loaded[KEYS_PER_WARP];
-#pragma unroll
-        for (int i = 0; i < KEYS_PER_WARP; i++)
-            if (present[i]) loaded[i] = load_chunk(from[i] + source, side.dims - dim, side.is_code(), widening.aligned);
-#pragma unroll
-        for (int i = 0; i < KEYS_PER_WARP; i++) {
-            if (!present[i]) continue;
-            if (widening.query_type == ElementType::F16)
-                widen<ElementType::F16>(side.format, loaded[i]);
-            else
-                widen<ElementType::BF16>(side.format, loaded[i]);
-            // Rows of the copy are whole chunks.
-            *(uint4 *)(to[i] + target) = loaded[i];
-        }
+    // Field by field, so that they stay in registers.
+    bool of_keys = number % 2 == 0;
+    Side side;
+    side.from = of_keys ? params.keys : params.values;
+    side.to = of_keys ? widening.keys : widening.values;
+    side.format = of_keys ? cache.key_format : cache.value_format;
+    side.dims = of_keys ? params.head_dim : params.value_dim;
+    side.scales = cache.value_scales;
+    side.scale_strides = cache.value_scale_strides;
+    if (!of_keys && widening.scale_values && (side.scales || side.is_block())) {
+        copy_rows<true, 4>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
+    } else {
+        copy_rows<false, 8>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
+        if (of_keys && widening.each_key.pointer) copy_scales(params, rows, cache, widening.each_key, start, end);
     }
 }
