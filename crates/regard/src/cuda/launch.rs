@@ -343,8 +343,8 @@ pub(super) fn choose_prefill<'a>(
         let Copies { prefill, problem, inputs, key_scales, value_scales, call } = copies;
         let each_key = call.parameters.each_key;
         let prefill = prefill_call(&problem, prefill, &inputs, outputs, workspace);
-        // One kernel takes a scale for each key.
-        if each_key.pointer != 0 && prefill.maps.is_none() {
+        // The kernel that takes scales of any granularity has no other beside it.
+        if prefill.kernel.tensor_maps && prefill.maps.is_none() {
             return None;
         }
         let parameters =
