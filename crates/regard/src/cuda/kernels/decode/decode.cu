@@ -779,9 +779,7 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
 // all possible tiles by TILE_ROWS / 8.
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ AttentionParameters params) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    launch_dependents();
     SplitTile split = begin_combine(params, blockIdx.x, blockIdx.y * 8);
     int row = blockIdx.y * 8 + threadIdx.x / 32;
     if (row < split.rows && split.is_split())

@@ -61,9 +61,7 @@ static __device__ __forceinline__ void write_partial_ranges(const AttentionParam
 static __device__ __forceinline__ void write_schedule(const AttentionParameters &params) {
     __shared__ CtaScan scan;
     __shared__ CtaRange shared_range;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    wait_for_preceding();
     CtaRange cta_range = find_cta_range(params, scan, shared_range);
     if (params.stream_k.partial_ranges) write_partial_ranges(params, cta_range);
     if (threadIdx.x != 0) return;

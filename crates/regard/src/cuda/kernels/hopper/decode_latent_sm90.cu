@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(latent::COMBINE_THREADS, latent::CO
 #else
     combine(const __grid_constant__ AttentionParameters params) {
 #endif
-    asm volatile("griddepcontrol.launch_dependents;");
+    launch_dependents();
     latent::CombineShape shape(gridDim.y);
     int first_row = blockIdx.y / shape.slices * shape.rows, slice = blockIdx.y % shape.slices;
     SplitTile split = begin_combine(params, blockIdx.x, first_row);

@@ -23,16 +23,8 @@ struct PrefixItem {
 // Programmatic dependent launch: the prefix kernel starts when all CTAs of decode have started, and runs beside them.
 // `schedule` has ended by then, because decode waits for it. Later kernels find decode's results too, because
 // this one ends after it.
-static __device__ __forceinline__ void begin_beside_decode() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-static __device__ __forceinline__ void end_beside_decode() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+static __device__ __forceinline__ void begin_beside_decode() { launch_dependents(); }
+static __device__ __forceinline__ void end_beside_decode() { wait_for_preceding(); }
 
 // Read past L1, which may still hold an earlier schedule.
 static __device__ __forceinline__ PrefixTotals load_totals(const PrefixParameters &prefix) {

@@ -71,12 +71,6 @@ static __device__ __forceinline__ MergedRow find_parts(const AttentionParameters
     return row;
 }
 
-static __device__ __forceinline__ void wait_for_states() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // This lane's columns of an output.
 typedef float4 MergedColumns[MERGE_FLOAT4S];
 
@@ -150,9 +144,7 @@ extern "C" __global__ void __launch_bounds__(256)
     merge_prefix(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefixParameters prefix) {
     // What `schedule` has left is there already, as for the kernel over prefixes: the first row is looked up before
     // that kernel has ended.
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    launch_dependents();
     int sequence = blockIdx.x, heads = params.kv_heads * params.group;
     SequenceInfo seq = load_sequence(params, sequence);
     const int *pair = (const int *)prefix.places + 2 * sequence;
@@ -171,10 +163,10 @@ extern "C" __global__ void __launch_bounds__(256)
             lse = (float *)params.lse.pointer + sequence * params.lse.strides.batch + at * params.lse.strides.token +
                   head * params.lse.strides.head;
         at = sequence * params.out.strides.batch + at * params.out.strides.token + head * params.out.strides.head;
-        if (waits) wait_for_states();
+        if (waits) wait_for_preceding();
         waits = false;
         merge_row(params, merged, sink, at, lse);
     }
     // A kernel that waits for this one waits for those before it too.
-    if (waits) wait_for_states();
+    if (waits) wait_for_preceding();
 }

@@ -4,6 +4,7 @@
 // A work item is a tile of the rows of a (group, key/value head) and a split of the prefix. Groups of one sequence have
 // nothing to share: decode attends to all of their keys.
 #pragma once
+#include "common/grid_dependency.cuh"
 #include "common/problem.cuh"
 
 // Sequences that make a group worth a partial state, and keys that make a prefix worth one.
@@ -219,10 +220,8 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 // Finds groups, members and work items. One CTA.
 extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     schedule(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefixParameters prefix) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    launch_dependents();
+    wait_for_preceding();
     PrefixSequence *members = (PrefixSequence *)(dynamic_shared + SHARED_TALLIES * sizeof(PrefixTally));
     bool in_shared = prefix.group_count <= SHARED_TALLIES;
     PrefixTally *tallies = in_shared ? (PrefixTally *)dynamic_shared : (PrefixTally *)prefix.tallies;

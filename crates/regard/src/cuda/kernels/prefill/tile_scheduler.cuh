@@ -17,8 +17,9 @@ struct PrefillTile {
     int any_start, any_end;     // keys that some row of the tile sees by structure
     int every_start, every_end; // keys that every row of the tile sees
     int seq_start,
-        seq_end;              // keys that some row of the sequence sees: others must not reach P V
-    float scale, value_scale; // of dot products, that of the call included; of values
+        seq_end;       // keys that some row of the sequence sees: others must not reach P V
+    float scale;       // of dot products: the call's, times that of the head's keys
+    float value_scale; // of the head's values
 };
 
 // The state of a search. Tile numbers only grow, so the next search continues from here.
@@ -76,7 +77,7 @@ static __device__ __forceinline__ void find_scales(const AttentionParameters &pa
     tile.value_scale = head_scale(prefill.value_scales, tile.kv_head);
 }
 
-// Looks up tile `number` for the whole warp, but for its scales; false if there is none, nor any after it.
+// Looks up tile `number` for the whole warp; find_scales finds its scales. False if there is none, nor any after it.
 template <int ROWS> static __device__ __forceinline__ bool find_tile(const AttentionParameters &params,
                                                                      const PrefillParameters &prefill, unsigned number,
                                                                      TileCursor &cursor, PrefillTile &tile) {
