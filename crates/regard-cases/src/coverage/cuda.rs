@@ -303,6 +303,9 @@ impl Backend for Cuda {
                 of(DType::F16, both(DType::I8, Granularity::Tensor)),
                 of(DType::BF16, CacheSpec { k: Some(DType::BF16), ..both(DType::E5M2, head) }),
                 of(DType::F16, CacheSpec { v: Some(DType::E4M3), ..both(DType::E5M2, head) }),
+                of(DType::BF16, both(DType::I8, Granularity::Token)),
+                of(DType::BF16, both(DType::E4M3, Granularity::Page)),
+                of(DType::BF16, mixed(DType::E5M2, DType::Q4_0)),
             ],
         ));
         subjects

@@ -97,26 +97,32 @@ pub(super) fn select(
     })
 }
 
-/// The launch of the kernel on Hopper that multiplies the scores of each key by a scale of its own,
-/// over elements; `None` if there is none for the problem.
-pub(super) fn select_scaled(
+/// The kernel on Hopper that multiplies the scores of each key by a scale of its own, over
+/// elements; `None` if there is none for the problem.
+pub(super) fn find_scaled(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    has_wgmma(problem, facts)
+        .then(|| find_module(Family::PrefillSm90, Build::Fallback, problem, facts))
+        .flatten()
+}
+
+/// The launch of a kernel that has no other beside it. The tile maps of a mask start at `map_at` in
+/// the workspace.
+pub(super) fn select_only(
+    kernel: PrefillKernel,
     problem: &Problem,
     facts: &CudaFacts,
     max_decode_len: usize,
     map_at: usize,
-) -> Option<Prefill> {
-    let kernel = has_wgmma(problem, facts)
-        .then(|| find_module(Family::PrefillSm90, Build::Fallback, problem, facts))
-        .flatten()?;
+) -> Prefill {
     let map = problem.variant.mask.is_some();
-    Some(Prefill {
+    Prefill {
         specialized: kernel,
         any_scales: None,
         fallback: kernel,
         min_query_len: min_query_len(max_decode_len),
         l2_group: l2_group(problem, facts),
         map: map.then(|| map_space(problem, facts, [&kernel; 2], map_at)),
-    })
+    }
 }
 
 /// The fewest query tokens of a sequence that prefill computes; 0 for all sequences.

@@ -227,7 +227,8 @@ struct PrefillPlan {
 impl PrefillPlan {
     /// With the operands that it is fastest for.
     fn fastest(&self) -> &Prefill {
-        self.widened.as_ref().map_or(&self.prefill, |widened| &widened.prefill)
+        let widened = self.widened.as_ref();
+        widened.and_then(|widened| widened.prefills().next()).unwrap_or(&self.prefill)
     }
 }
 

@@ -1,7 +1,10 @@
-//! Prefill over 8-bit codes on a copy of keys and values in the type of queries: a kernel makes
-//! the copy in the workspace, and the kernels over elements read it. Codes are exact there without
-//! their scales, one per head, which join scores and outputs. Many rows read each key, so that one
+//! Prefill over codes on a copy of keys and values in the type of queries: a kernel makes the copy
+//! in the workspace, and the kernels over elements read it. Many rows read each key, so that one
 //! conversion for all of them is less work than one per tile of rows.
+//!
+//! Codes are exact in the copy without their scales. Scales that heads share join scores and
+//! outputs. Other scales of keys are copied beside them, and multiply scores; other scales of
+//! values multiply the values, which are rounded.
 
 use super::prefill;
 use super::registry::{Cache, Family};
@@ -37,11 +40,12 @@ const MAX_TILE_KEYS: usize = 128;
 
 /// Rows that read each copied key from which on a copy pays, as measured on an H200 (docs/perf):
 /// beside the kernels for codes that multiply by WGMMA, which convert them while others multiply,
-/// at head dims up to 128 and above; beside the kernel for any formats that does; and, estimated
-/// from bytes and operations, beside those with `mma.sync`.
+/// at head dims up to 128 and above; beside the kernel for any formats that does, if heads share
+/// scales and if not; and, estimated from bytes and operations, beside those with `mma.sync`.
 const ROWS_BESIDE_CODES: usize = 1200;
 const ROWS_BESIDE_CODES_WIDE: usize = 600;
 const ROWS_BESIDE_STORED: usize = 256;
+const ROWS_BESIDE_STORED_SCALED: usize = 600;
 const ROWS_BESIDE_SM80: usize = 100;
 
 /// The problem of the kernels over elements.
@@ -86,9 +90,10 @@ pub(super) fn select(
 ) -> Option<Widened> {
     let rows = rows_per_key(problem);
     let takes_shared = is_exact(problem) && rows >= min_rows(problem, &beside.specialized);
-    let scaled_beside = beside.any_scales.as_ref().unwrap_or(&beside.specialized);
-    let takes_scaled = takes_scales(problem) && rows >= min_rows(problem, scaled_beside);
-    if !takes_shared && !takes_scaled {
+    let on_copy = widened(problem);
+    let takes_scaled = takes_scales(problem) && rows >= min_rows_scaled(beside);
+    let scaled = takes_scaled.then(|| prefill::find_scaled(&on_copy, facts)).flatten();
+    if !takes_shared && scaled.is_none() {
         return None;
     }
     let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem));
@@ -102,11 +107,11 @@ pub(super) fn select(
     let keys_at = behind(start, 0)?;
     let values_at = behind(keys_at, key_bytes)?;
     let scales_at = behind(values_at, value_bytes)?;
-    let end = behind(scales_at, if takes_scaled { scale_bytes } else { 0 })?;
-    let on_copy = widened(problem);
+    let end = behind(scales_at, if scaled.is_some() { scale_bytes } else { 0 })?;
     let shared = takes_shared.then(|| prefill::select(&on_copy, facts, max_decode_len, end));
-    let scaled = takes_scaled.then(|| prefill::select_scaled(&on_copy, facts, max_decode_len, end));
-    let (shared, scaled) = (shared.flatten(), scaled.flatten());
+    let shared = shared.flatten();
+    let scaled =
+        scaled.map(|kernel| prefill::select_only(kernel, &on_copy, facts, max_decode_len, end));
     if shared.is_none() && scaled.is_none() {
         return None;
     }
@@ -166,7 +171,7 @@ fn rows_per_key(problem: &Problem) -> usize {
     problem.group().saturating_mul(tokens).saturating_mul(seen) / copied.max(1)
 }
 
-/// Rows from which on a copy pays, beside that kernel.
+/// Rows from which on a copy pays beside that kernel, if heads share scales.
 fn min_rows(problem: &Problem, kernel: &PrefillKernel) -> usize {
     match (kernel.tensor_maps, kernel.cache) {
         (true, Cache::Bytes) if problem.head_dim > 128 => ROWS_BESIDE_CODES_WIDE,
@@ -174,6 +179,15 @@ fn min_rows(problem: &Problem, kernel: &PrefillKernel) -> usize {
         (true, _) => ROWS_BESIDE_STORED,
         (false, _) => ROWS_BESIDE_SM80,
     }
+}
+
+/// Rows from which on a copy pays, if heads do not share scales.
+fn min_rows_scaled(beside: &Prefill) -> usize {
+    let kernel = match beside.specialized.cache {
+        Cache::Bytes => beside.any_scales.unwrap_or(beside.fallback),
+        _ => beside.specialized,
+    };
+    if kernel.tensor_maps { ROWS_BESIDE_STORED_SCALED } else { ROWS_BESIDE_SM80 }
 }
 
 /// The call of the kernel that makes the copies.
@@ -313,9 +327,14 @@ mod tests {
         crate::cuda::select::select(problem, facts, &machine).unwrap().backend
     }
 
-    /// The module that reads the copies.
+    /// The module that reads the copies, if heads share scales.
     fn module(problem: &Problem) -> Option<&'static str> {
         Some(launches(problem, "h200").widened?.shared?.specialized.launch.module)
+    }
+
+    /// The same, if they do not.
+    fn scaled_module(problem: &Problem) -> Option<&'static str> {
+        Some(launches(problem, "h200").widened?.scaled?.specialized.launch.module)
     }
 
     #[test]
@@ -339,6 +358,31 @@ mod tests {
     }
 
     #[test]
+    fn scales_of_any_granularity_are_copied_too() {
+        let over = |key_dtype, value_dtype| Problem { key_dtype, value_dtype, ..base() };
+        let fallback = Some("prefill_bf16_128_128_fallback_sm90");
+        assert_eq!(scaled_module(&base()), fallback);
+        for keys in [DType::BF16, DType::I8] {
+            let problem = over(keys, DType::Q4_0);
+            assert_eq!((module(&problem), scaled_module(&problem)), (None, fallback));
+        }
+        // Blocks have several scales per key, f16 has not the range, and other GPUs have no kernel.
+        assert_eq!(scaled_module(&over(DType::Q8_0, DType::Q8_0)), None);
+        assert_eq!(scaled_module(&Problem { dtype: DType::F16, ..base() }), None);
+        assert!(launches(&base(), "a100").widened.unwrap().scaled.is_none());
+        // The kernel over codes with their scales is that for any formats, or `mma.sync`.
+        let short = |head_dim| Problem {
+            query_len: 64,
+            head_dim,
+            value_dim: head_dim,
+            ..over(DType::I8, DType::I8)
+        };
+        assert_eq!(rows_per_key(&short(128)), 256);
+        assert_eq!(scaled_module(&short(128)), None);
+        assert_eq!(scaled_module(&short(256)), Some("prefill_bf16_256_256_fallback_sm90"));
+    }
+
+    #[test]
     fn few_rows_read_the_cache() {
         let rows = |query_len| rows_per_key(&Problem { query_len, ..base() });
         assert_eq!([rows(2048), rows(256)], [8192, 1024]);
@@ -357,10 +401,11 @@ mod tests {
     fn copies_are_in_the_workspace_and_bounded() {
         let planned = launches(&base(), "h200");
         let copies = planned.widened.unwrap();
-        let side = 2 * 4096 * 8 * 128 * 2;
+        let (side, scales) = (2 * 4096 * 8 * 128 * 2, 2 * 8 * (4096 + MAX_TILE_KEYS) * 4);
+        let scales_at = COUNTER_BYTES + 2 * side;
         assert_eq!(
-            [copies.keys_at, copies.values_at, copies.end],
-            [COUNTER_BYTES, COUNTER_BYTES + side, COUNTER_BYTES + 2 * side]
+            [copies.keys_at, copies.values_at, copies.scales_at, copies.end],
+            [COUNTER_BYTES, COUNTER_BYTES + side, scales_at, scales_at + scales]
         );
         assert_eq!(planned.workspace_bytes, copies.end);
         let of_bytes = |kv_len| module(&Problem { batch: 1, kv_len, ..base() });
