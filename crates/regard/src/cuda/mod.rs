@@ -224,7 +224,7 @@ pub struct Widened {
     pub scales_at: usize,
     /// The end of the copies.
     pub end: usize,
-    /// The launch of the kernels that read copies of codes whose scales heads share.
+    /// The launch of the kernels that read copies, if keys have no scales, or heads share them.
     pub shared: Option<Prefill>,
     /// The launch of the kernel that takes a scale for each key.
     pub scaled: Option<Prefill>,

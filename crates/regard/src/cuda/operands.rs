@@ -106,13 +106,15 @@ pub(super) fn head_scales(scales: &Option<Tensor<DeviceMemory>>) -> HeadScales {
 
 /// Whether all keys of a head share a scale, and all values.
 pub(super) fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
-    let shared = |scales: &Option<Tensor<DeviceMemory>>| {
-        scales.as_ref().is_none_or(|scales| {
-            let (_, outer) = scales.shape().split_last().expect("checked: of heads");
-            outer.iter().all(|&n| n == 1)
-        })
-    };
-    shared(&inputs.attention.k_scales) && shared(inputs.value_scales())
+    is_per_head(&inputs.attention.k_scales) && is_per_head(inputs.value_scales())
+}
+
+/// Whether there is at most one scale per head.
+pub(super) fn is_per_head(scales: &Option<Tensor<DeviceMemory>>) -> bool {
+    scales.as_ref().is_none_or(|scales| {
+        let (_, outer) = scales.shape().split_last().expect("checked: of heads");
+        outer.iter().all(|&n| n == 1)
+    })
 }
 
 fn set_shapes(

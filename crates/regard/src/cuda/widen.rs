@@ -17,7 +17,7 @@ use crate::variant::Values;
 use {
     super::DeviceMemory,
     super::lists::kv_tensor,
-    super::operands::{attention, cache_parameters, has_head_scales, head_scales, reads_16_bytes},
+    super::operands::{attention, cache_parameters, head_scales, is_per_head, reads_16_bytes},
     crate::kernel_parameters::count,
     crate::params::{AttentionParameters, CacheParameters, HeadScales, KeyScales, WidenParameters},
     crate::problem::{Inputs, Outputs},
@@ -89,7 +89,8 @@ pub(super) fn select(
     start: usize,
 ) -> Option<Widened> {
     let rows = rows_per_key(problem);
-    let takes_shared = is_exact(problem) && rows >= min_rows(problem, &beside.specialized);
+    let takes_shared = (is_exact(problem) || takes_scales(problem))
+        && rows >= min_rows(problem, &beside.specialized);
     let on_copy = widened(problem);
     let takes_scaled = takes_scales(problem) && rows >= min_rows_scaled(beside);
     let scaled = takes_scaled.then(|| prefill::find_scaled(&on_copy, facts)).flatten();
@@ -233,17 +234,27 @@ impl Widened {
         if !fits || problem.kv_len == 0 || inputs.k.is_empty() {
             return None;
         }
-        let shared = self.shared.as_ref().filter(|_| has_head_scales(inputs));
-        let prefill = shared.or(self.scaled.as_ref())?;
-        let is_scaled = shared.is_none();
+        let (of_keys, of_values) = (&inputs.attention.k_scales, inputs.value_scales());
+        let shares_values = is_per_head(of_values) && !problem.value_dtype.is_block();
+        if !shares_values && !takes_scales(problem) {
+            return None;
+        }
+        let shared = self.shared.as_ref().filter(|_| is_per_head(of_keys));
+        // The cache's kernels are faster than copies with a scale per key, if heads share all.
+        let prefill = match is_per_head(of_keys) && shares_values {
+            true => shared?,
+            false => shared.or(self.scaled.as_ref())?,
+        };
+        let shares_keys = shared.is_some();
         let copy = |at: usize, dim: usize| copy_of(problem, tokens, workspace + at as u64, dim);
         let k = copy(self.keys_at, problem.head_dim)?;
         let v = copy(self.values_at, problem.value_dim)?;
-        let of_heads = |scales| if is_scaled { HeadScales::default() } else { head_scales(scales) };
-        let key_scales = of_heads(&inputs.attention.k_scales);
-        let value_scales = of_heads(inputs.value_scales());
-        let each_key = match (&inputs.attention.k_scales, is_scaled) {
-            (Some(_), true) => KeyScales {
+        let of_heads =
+            |scales, shares: bool| if shares { head_scales(scales) } else { HeadScales::default() };
+        let key_scales = of_heads(of_keys, shares_keys);
+        let value_scales = of_heads(of_values, shares_values);
+        let each_key = match of_keys {
+            Some(_) if !shares_keys => KeyScales {
                 pointer: workspace + self.scales_at as u64,
                 stride: scale_stride(problem) as i64,
             },
@@ -257,7 +268,7 @@ impl Widened {
             min_query_len: prefill.min_query_len,
             key_blocks: count(key_blocks),
             aligned: [&inputs.k, &inputs.v].into_iter().all(reads_16_bytes).into(),
-            scale_values: is_scaled.into(),
+            scale_values: (!shares_values).into(),
         };
         let call = WidenCall {
             launch: self.launch.with_ctas((2 * problem.batch * key_blocks) as u32),
@@ -362,9 +373,11 @@ mod tests {
         let over = |key_dtype, value_dtype| Problem { key_dtype, value_dtype, ..base() };
         let fallback = Some("prefill_bf16_128_128_fallback_sm90");
         assert_eq!(scaled_module(&base()), fallback);
+        // Values in blocks are multiplied by their scales.
+        let plain = Some("prefill_bf16_128_128_plain_sm90");
         for keys in [DType::BF16, DType::I8] {
             let problem = over(keys, DType::Q4_0);
-            assert_eq!((module(&problem), scaled_module(&problem)), (None, fallback));
+            assert_eq!((module(&problem), scaled_module(&problem)), (plain, fallback));
         }
         // Blocks have several scales per key, f16 has not the range, and other GPUs have no kernel.
         assert_eq!(scaled_module(&over(DType::Q8_0, DType::Q8_0)), None);
