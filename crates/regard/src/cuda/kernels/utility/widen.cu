@@ -3,6 +3,7 @@
 // scores; other scales of values multiply values here, which are rounded, as probabilities are. Only keys that some row
 // sees are copied, and pages become contiguous. A CTA per block of keys of a sequence, or of its values.
 #include "common/formats.cuh"
+#include "common/grid_dependency.cuh"
 #include "common/paging.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -178,6 +179,7 @@ static __device__ __forceinline__ void copy_scales(const AttentionParameters &pa
 extern "C" __global__ void __launch_bounds__(THREADS)
     widen(const __grid_constant__ AttentionParameters params, const __grid_constant__ WidenParameters widening,
           const __grid_constant__ CacheParameters cache) {
+    grid_dependency_wait();
     Rows rows;
     // From the last sequence to the first, because prefill begins with the first: L2 holds what was copied last.
     int number = gridDim.x - 1 - blockIdx.x, block = number / 2;
