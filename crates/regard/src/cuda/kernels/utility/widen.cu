@@ -176,7 +176,7 @@ static __device__ __forceinline__ void copy_scales(const AttentionParameters &pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     widen(const __grid_constant__ AttentionParameters params, const __grid_constant__ WidenParameters widening,
           const __grid_constant__ CacheParameters cache) {
     grid_dependency_wait();
@@ -202,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     side.scales = cache.value_scales;
     side.scale_strides = cache.value_scale_strides;
     if (!of_keys && widening.scale_values && (side.scales || side.is_block())) {
-        copy_rows<true, 4>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
+        copy_rows<true, 2>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
     } else {
-        copy_rows<false, 8>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
+        copy_rows<false, 4>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
         if (of_keys && widening.each_key.pointer) copy_scales(params, rows, cache, widening.each_key, start, end);
     }
 }
