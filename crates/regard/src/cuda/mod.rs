@@ -317,8 +317,7 @@ impl Launches {
 
     /// Prefill with the operands that it is fastest for.
     fn fastest_prefill(&self) -> Option<&Prefill> {
-        let widened = self.widened.as_ref();
-        widened.and_then(|widened| widened.prefills().next()).or(self.prefill.as_ref())
+        self.prefill.as_ref().map(|prefill| prefill.fastest(&self.widened))
     }
 
     /// The prefill launches that may take the place of the first one.

@@ -86,15 +86,27 @@ pub(super) fn select(
     let fallback = find_fallback(problem, facts)?;
     let (specialized, any_scales) = find_specialized(problem, facts);
     let specialized = specialized.unwrap_or(fallback);
+    Some(with_kernels([specialized, fallback], any_scales, problem, facts, max_decode_len, map_at))
+}
+
+/// The prefill launch with these kernels: see [`Prefill`].
+pub(super) fn with_kernels(
+    [specialized, fallback]: [PrefillKernel; 2],
+    any_scales: Option<PrefillKernel>,
+    problem: &Problem,
+    facts: &CudaFacts,
+    max_decode_len: usize,
+    map_at: usize,
+) -> Prefill {
     let map = problem.variant.mask.is_some();
-    Some(Prefill {
+    Prefill {
         specialized,
         any_scales,
         fallback,
-        min_query_len: min_query_len(max_decode_len),
+        min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
         l2_group: l2_group(problem, facts),
         map: map.then(|| map_space(problem, facts, [&specialized, &fallback], map_at)),
-    })
+    }
 }
 
 /// The kernel on Hopper that multiplies the scores of each key by a scale of its own, over
@@ -105,39 +117,14 @@ pub(super) fn find_scaled(problem: &Problem, facts: &CudaFacts) -> Option<Prefil
         .flatten()
 }
 
-/// The launch of a kernel that has no other beside it. The tile maps of a mask start at `map_at` in
-/// the workspace.
-pub(super) fn select_only(
-    kernel: PrefillKernel,
-    problem: &Problem,
-    facts: &CudaFacts,
-    max_decode_len: usize,
-    map_at: usize,
-) -> Prefill {
-    let map = problem.variant.mask.is_some();
-    Prefill {
-        specialized: kernel,
-        any_scales: None,
-        fallback: kernel,
-        min_query_len: min_query_len(max_decode_len),
-        l2_group: l2_group(problem, facts),
-        map: map.then(|| map_space(problem, facts, [&kernel; 2], map_at)),
-    }
-}
-
-/// The fewest query tokens of a sequence that prefill computes; 0 for all sequences.
-fn min_query_len(max_decode_len: usize) -> i32 {
-    if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 }
-}
-
 /// Whether keys or values of this type are exact in the type of queries; codes without their
 /// scales.
-fn is_exact(problem: &Problem, stored: DType) -> bool {
+pub(super) fn is_exact(problem: &Problem, stored: DType) -> bool {
     stored == problem.dtype || stored.is_code()
 }
 
 /// Whether keys and values are stored in the type of queries.
-fn has_elements(problem: &Problem) -> bool {
+pub(super) fn has_elements(problem: &Problem) -> bool {
     problem.key_dtype == problem.dtype && problem.value_dtype == problem.dtype
 }
 

@@ -227,8 +227,7 @@ struct PrefillPlan {
 impl PrefillPlan {
     /// With the operands that it is fastest for.
     fn fastest(&self) -> &Prefill {
-        let widened = self.widened.as_ref();
-        widened.and_then(|widened| widened.prefills().next()).unwrap_or(&self.prefill)
+        self.prefill.fastest(&self.widened)
     }
 }
 

@@ -89,7 +89,7 @@ pub(super) fn select(
     start: usize,
 ) -> Option<Widened> {
     let rows = rows_per_key(problem);
-    let takes_shared = (is_exact(problem) || takes_scales(problem))
+    let takes_shared = (holds_codes(problem) || takes_scales(problem))
         && rows >= min_rows(problem, &beside.specialized);
     let on_copy = widened(problem);
     let takes_scaled = takes_scales(problem) && rows >= min_rows_scaled(beside);
@@ -111,8 +111,9 @@ pub(super) fn select(
     let end = behind(scales_at, if scaled.is_some() { scale_bytes } else { 0 })?;
     let shared = takes_shared.then(|| prefill::select(&on_copy, facts, max_decode_len, end));
     let shared = shared.flatten();
-    let scaled =
-        scaled.map(|kernel| prefill::select_only(kernel, &on_copy, facts, max_decode_len, end));
+    let scaled = scaled.map(|kernel| {
+        prefill::with_kernels([kernel; 2], None, &on_copy, facts, max_decode_len, end)
+    });
     if shared.is_none() && scaled.is_none() {
         return None;
     }
@@ -127,6 +128,13 @@ pub(super) fn select(
     Some(Widened { launch, keys_at, values_at, scales_at, end, shared, scaled })
 }
 
+impl Prefill {
+    /// The fastest launch over copies, if there are any; else this one.
+    pub(super) fn fastest<'a>(&'a self, widened: &'a Option<Widened>) -> &'a Prefill {
+        widened.as_ref().and_then(|widened| widened.prefills().next()).unwrap_or(self)
+    }
+}
+
 impl Widened {
     /// Prefill over the copies, in the order of speed.
     pub(super) fn prefills(&self) -> impl Iterator<Item = &Prefill> {
@@ -134,24 +142,23 @@ impl Widened {
     }
 }
 
-/// Whether keys and values are exact in the type of queries, one of 16 bits, without their scales;
-/// and not stored in it.
-fn is_exact(problem: &Problem) -> bool {
-    let exact = |stored: DType| stored.is_code() || stored == problem.dtype;
+/// Whether a copy holds keys and values as they are, without the scales of codes: they are exact in
+/// the type of queries, one of 16 bits, and not all are stored in it.
+fn holds_codes(problem: &Problem) -> bool {
     matches!(problem.dtype, DType::F16 | DType::BF16)
         && problem.rotary_dim == 0
-        && exact(problem.key_dtype)
-        && exact(problem.value_dtype)
-        && (problem.key_dtype.is_code() || problem.value_dtype.is_code())
+        && prefill::is_exact(problem, problem.key_dtype)
+        && prefill::is_exact(problem, problem.value_dtype)
+        && !prefill::has_elements(problem)
 }
 
-/// The same, but values may also be codes or blocks that are multiplied by their scales, and
-/// rounded to the type of queries: f16 has not the range.
+/// Whether a copy may hold values that are multiplied by their scales, and rounded to the type of
+/// queries: codes or blocks. The range of f16 is too small.
 fn takes_scales(problem: &Problem) -> bool {
-    let exact_keys = problem.key_dtype.is_code() || problem.key_dtype == DType::BF16;
-    problem.dtype == DType::BF16
-        && (is_exact(problem)
-            || problem.rotary_dim == 0 && exact_keys && problem.value_dtype.is_block())
+    let holds_blocks = problem.rotary_dim == 0
+        && prefill::is_exact(problem, problem.key_dtype)
+        && problem.value_dtype.is_block();
+    problem.dtype == DType::BF16 && (holds_codes(problem) || holds_blocks)
 }
 
 /// Rows that read a copied key, on average, if all sequences are as long as the longest. (The short
@@ -184,9 +191,9 @@ fn min_rows(problem: &Problem, kernel: &PrefillKernel) -> usize {
 
 /// Rows from which on a copy pays, if heads do not share scales.
 fn min_rows_scaled(beside: &Prefill) -> usize {
-    let kernel = match beside.specialized.cache {
-        Cache::Bytes => beside.any_scales.unwrap_or(beside.fallback),
-        _ => beside.specialized,
+    let kernel = match beside.specialized.head_scales {
+        true => beside.any_scales.unwrap_or(beside.fallback),
+        false => beside.specialized,
     };
     if kernel.tensor_maps { ROWS_BESIDE_STORED_SCALED } else { ROWS_BESIDE_SM80 }
 }
@@ -379,7 +386,8 @@ mod tests {
             let problem = over(keys, DType::Q4_0);
             assert_eq!((module(&problem), scaled_module(&problem)), (plain, fallback));
         }
-        // Blocks have several scales per key, f16 has not the range, and other GPUs have no kernel.
+        // Blocks have several scales per key, the range of f16 is too small, and other GPUs have no
+        // kernel.
         assert_eq!(scaled_module(&over(DType::Q8_0, DType::Q8_0)), None);
         assert_eq!(scaled_module(&Problem { dtype: DType::F16, ..base() }), None);
         assert!(launches(&base(), "a100").widened.unwrap().scaled.is_none());

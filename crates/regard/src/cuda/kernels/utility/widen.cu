@@ -5,6 +5,7 @@
 #include "common/formats.cuh"
 #include "common/grid_dependency.cuh"
 #include "common/paging.cuh"
+#include "common/stored_format.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int KEYS_PER_WARP = 8, BLOCK_KEYS = WARPS * KEYS_PER_WARP;
@@ -23,15 +24,6 @@ struct Side {
     int dims;
     unsigned long long scales; // that values are multiplied by; blocks have theirs inside
     RowStrides scale_strides;
-
-    __device__ __forceinline__ bool is_code() const { return format >= CacheFormat::E4M3; }
-    __device__ __forceinline__ bool is_block() const {
-        return format == CacheFormat::Q8_0 || format == CacheFormat::Q4_0;
-    }
-    // Bytes of an element: a code, a block or a number.
-    __device__ __forceinline__ int bytes() const {
-        return format == CacheFormat::Q8_0 ? 34 : format == CacheFormat::Q4_0 ? 18 : is_code() ? 1 : 2;
-    }
 };
 
 static __device__ __forceinline__ long long token_offset(const RowStrides &strides, const KeyPlace &place) {
@@ -55,7 +47,7 @@ static __device__ __forceinline__ uint4 load_chunk(const unsigned char *from, in
     return make_uint4(codes.x, codes.y, 0, 0);
 }
 
-// Eight values of a block as codes of i8, from an address that is a multiple of 2; `scale` is that of the block.
+// Eight values of a block as codes of i8, and the block's scale. Blocks start at multiples of 2 bytes.
 static __device__ __forceinline__ uint4 load_block_chunk(const unsigned char *block, int dim, bool is_nibble,
                                                          float &scale) {
     scale = Element<ElementType::F16>::to_float(*(const unsigned short *)block);
@@ -106,7 +98,7 @@ static __device__ __forceinline__ KeyPlace stored_place(const AttentionParameter
 template <bool SCALED, int AT_ONCE>
 static __device__ __forceinline__ void copy_rows(const AttentionParameters &params, const Rows &rows, Side side,
                                                  ElementType type, bool aligned, int first, int start, int end) {
-    int item_bytes = side.bytes(), lane = threadIdx.x % 32;
+    int item_bytes = stored_bytes(side.format), lane = threadIdx.x % 32;
     int per_head = (side.dims + CHUNK - 1) / CHUNK, chunks = per_head * params.kv_heads;
 #pragma unroll 1
     for (int group = 0; group < KEYS_PER_WARP; group += AT_ONCE) {
@@ -128,7 +120,7 @@ static __device__ __forceinline__ void copy_rows(const AttentionParameters &para
 #pragma unroll 1
         for (int at = lane; at < chunks; at += 32) {
             int head = at / per_head, dim = (at - head * per_head) * CHUNK;
-            bool is_block = SCALED && side.is_block();
+            bool is_block = SCALED && has_blocks(side.format);
             long long source = (head * side.from.strides.head + (is_block ? dim / 32 : dim)) * item_bytes,
                       target = head * side.to.strides.head + dim;
             uint4 loaded[AT_ONCE];
@@ -140,7 +132,7 @@ static __device__ __forceinline__ void copy_rows(const AttentionParameters &para
                     bool is_nibble = side.format == CacheFormat::Q4_0;
                     loaded[i] = load_block_chunk(from[i] + source, dim % 32, is_nibble, scale[i]);
                 } else {
-                    loaded[i] = load_chunk(from[i] + source, side.dims - dim, side.is_code(), aligned);
+                    loaded[i] = load_chunk(from[i] + source, side.dims - dim, has_scales(side.format), aligned);
                     if (SCALED) scale[i] = scales[i][head * side.scale_strides.head];
                 }
             }
@@ -201,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     side.dims = of_keys ? params.head_dim : params.value_dim;
     side.scales = cache.value_scales;
     side.scale_strides = cache.value_scale_strides;
-    if (!of_keys && widening.scale_values && (side.scales || side.is_block())) {
+    if (!of_keys && widening.scale_values && (side.scales || has_blocks(side.format))) {
         copy_rows<true, 2>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
     } else {
         copy_rows<false, 4>(params, rows, side, cache.query_type, widening.aligned, first, start, end);
