@@ -29,7 +29,7 @@ pub enum Level {
 pub enum Bf16Products {
     /// Converted to f32.
     Widened,
-    /// In pairs, with VDPBF16PS (AVX512_BF16).
+    /// In pairs, with VDPBF16PS (AVX512_BF16), on CPUs that have AVX512_VBMI too.
     Pairs,
     /// In tiles of 16 rows, with AMX, the matrix unit of Intel's newer server CPUs, if the
     /// operating system permits it. Few rows (decode) are converted to f32.
@@ -123,6 +123,7 @@ impl Level {
                 self == Level::Avx512
                     && self.is_available()
                     && is_x86_feature_detected!("avx512bf16")
+                    && is_x86_feature_detected!("avx512vbmi")
             }
             #[cfg(target_arch = "x86_64")]
             Bf16Products::Tiles => self.has(Bf16Products::Pairs) && amx::is_available(),

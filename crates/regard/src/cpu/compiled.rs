@@ -28,7 +28,6 @@ pub struct Compiled {
 /// are as many widths as in `product::shapes::WIDTHS`: a level without the last width repeats the
 /// width before, and the repeated entry is never called. `reads`: the formats that products read in
 /// place (f32, f16, bf16, i8, q8_0, q4_0, e4m3); a level that does not read one repeats another.
-/// Pairs are of bf16, i8 or e4m3.
 macro_rules! compile {
     (
         $(features: $features:literal,)?
@@ -240,11 +239,11 @@ pub mod avx512 {
 #[cfg(target_arch = "x86_64")]
 pub mod avx512_bf16 {
     use crate::cpu::vector::avx512::Avx512;
-    use crate::format::E4m3;
+    use crate::format::{BlockQ4_0, BlockQ8_0, E4m3};
     use half::bf16;
     compile!(
-        features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c",
+        features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c",
         vector: Avx512, widths: [1 2 4], dots: 16, paired: true,
-        reads_codes: true, reads: [bf16, bf16, bf16, i8, bf16, bf16, E4m3]
+        reads_codes: true, reads: [bf16, bf16, bf16, i8, BlockQ8_0, BlockQ4_0, E4m3]
     );
 }

@@ -47,7 +47,7 @@ use plan::{CpuPlan, WorkspaceLayout};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use walk::call::{Call, OutputView};
-use walk::item::Item;
+use walk::item::{Item, KeyWalk};
 use walk::scratch::ALIGNMENT;
 use walk::softmax::ScoreModifiers;
 
@@ -204,22 +204,28 @@ fn run_prepared(
         problem,
     };
     let runner = Runner { schedule: &schedule, layout: &cpu.layout, base, compiled, call: &call };
-    // CPUs with AMX multiply f32 faster than pairs of bf16, and only packed tiles use AMX. Only
-    // packed tiles hold blocks in bf16.
-    let f32_products = match plan.choice().kernel == Kernel::CpuAmx || cpu.tiling.packs_blocks {
-        true => self::compiled(Kernel::Cpu(Level::Avx512)),
-        false => None,
+    let kernel = plan.choice().kernel;
+    let in_f32 = |walk: KeyWalk| match walk {
+        // CPUs with AMX multiply f32 faster than pairs of bf16, and only packed tiles use AMX.
+        KeyWalk::Stream => kernel == Kernel::CpuAmx,
+        // Of these two, only packed tiles hold blocks in bf16.
+        KeyWalk::Verify => kernel == Kernel::CpuAmx || cpu.tiling.packs_blocks,
+        KeyWalk::Tile | KeyWalk::Amx => false,
+    };
+    let f32_products = match kernel {
+        Kernel::CpuAmx | Kernel::CpuBf16 => self::compiled(Kernel::Cpu(Level::Avx512)),
+        _ => None,
     };
     match f32_products {
         Some(compiled) => {
-            let in_place_call = Call {
+            let call = Call {
                 products: &compiled.products,
                 softmax: compiled.softmax,
                 write_output: compiled.write_output,
                 ..call.clone()
             };
-            let in_place = Some((compiled, &in_place_call));
-            runner.run(in_place, cpu.workers, executor);
+            let other = OtherCode { compiled, call: &call, runs: &in_f32 };
+            runner.run(Some(&other), cpu.workers, executor);
         }
         None => runner.run(None, cpu.workers, executor),
     }
@@ -257,17 +263,17 @@ struct Runner<'a> {
     call: &'a Call<'a>,
 }
 
+/// The code and call of items with some walks, where they differ from those of the other items.
+struct OtherCode<'a> {
+    compiled: &'static Compiled,
+    call: &'a Call<'a>,
+    runs: &'a (dyn Fn(KeyWalk) -> bool + Sync),
+}
+
 impl Runner<'_> {
     /// Runs all items on up to `workers` threads, or on fewer if they are not worth as many.
-    /// `in_place` is the code and call for items that do not pack tiles, if they differ from the
-    /// code and call of the other items.
-    fn run(
-        &self,
-        in_place: Option<(&'static Compiled, &Call)>,
-        workers: usize,
-        executor: &dyn Executor,
-    ) {
-        let work = |worker| self.run_items(in_place, worker);
+    fn run(&self, other: Option<&OtherCode>, workers: usize, executor: &dyn Executor) {
+        let work = |worker| self.run_items(other, worker);
         let workers = workers.min(self.schedule.items()).min(self.schedule.workers());
         if workers > 1 {
             let next_worker = AtomicUsize::new(0);
@@ -284,11 +290,11 @@ impl Runner<'_> {
     }
 
     /// Runs items until none is left, with the scratch of `worker`.
-    fn run_items(&self, in_place: Option<(&'static Compiled, &Call)>, worker: usize) {
+    fn run_items(&self, other: Option<&OtherCode>, worker: usize) {
         let scratch = self.base.at(self.layout.scratch + worker * self.layout.scratch_bytes);
         while let Some(item) = self.schedule.next() {
-            let (compiled, call) = match in_place {
-                Some(in_place) if !item.walk.packs() => in_place,
+            let (compiled, call) = match other {
+                Some(other) if (other.runs)(item.walk) => (other.compiled, other.call),
                 _ => (self.compiled, self.call),
             };
             let run_item = |item: &Item| {

@@ -68,8 +68,8 @@ pub fn select(
     let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code() || dtype.is_block();
     let caches = [problem.key_dtype, problem.value_dtype];
     let in_blocks = caches.into_iter().any(DType::is_block);
-    // Only packed tiles hold blocks in bf16. Other walks must not give other bits in
-    // batch-invariant mode, and on the matrix unit there are none then. Keys and values with one
+    // Verification multiplies blocks in f32. Walks must not give different bits in
+    // batch-invariant mode, and on the matrix unit there is one walk then. Keys and values with one
     // row tile (rows of `mla656` among them) would both be codes.
     let takes_blocks = problem.values != Values::KeyPrefix
         && (!problem.batch_invariant || facts.bf16_products == Bf16Products::Tiles);

@@ -2,9 +2,11 @@
 
 use super::prefetch::{PrefetchCursor, PrefetchRows};
 use super::rows::RowFormat;
-use crate::cpu::vector::Vector;
+use crate::cpu::vector::{PairFormat, UNIT_DIMS, Vector};
+use crate::format::BLOCK_VALUES;
 use crate::problem::MAX_HEAD_DIM;
 use half::bf16;
+use std::mem::MaybeUninit;
 
 /// Vectors of the head dim per accumulation chain. Levels of four lanes need more than one chain
 /// for the largest head dims: longer chains round too much when all terms have the same sign
@@ -40,10 +42,22 @@ pub struct Dots<'a> {
 pub unsafe fn dots<V: Vector, E: RowFormat, const M: usize, const J: usize, const PAIRED: bool>(
     work: &Dots,
 ) {
-    let vectors_per_step = if PAIRED { 2 } else { 1 };
-    let steps = work.keys.len().div_ceil(J) * work.dims.div_ceil(V::LANES * vectors_per_step);
+    if PAIRED && E::BLOCK > 0 {
+        // SAFETY: same contract.
+        return unsafe { block_dots::<V, E, M>(work) };
+    }
+    let steps_per_group = match PAIRED {
+        true => work.dims.div_ceil(UNIT_DIMS),
+        false => work.dims.div_ceil(V::LANES),
+    };
+    let steps = work.keys.len().div_ceil(J) * steps_per_group;
     let lines_per_step = work.prefetch.lines().div_ceil(steps);
     let mut cursor = PrefetchCursor::default();
+    let mut arranged = ArrangedQueries::<V, M>::uninit();
+    if PAIRED && !E::PAIRS.is_in_order() {
+        // SAFETY: same contract.
+        unsafe { arrange_queries::<V, E, M>(work, &mut arranged) };
+    }
     for (group, addresses) in work.keys.chunks(J).enumerate() {
         let mut keys = [std::ptr::null::<u8>(); J];
         for j in 0..J {
@@ -54,7 +68,13 @@ pub unsafe fn dots<V: Vector, E: RowFormat, const M: usize, const J: usize, cons
         // SAFETY: same contract, for the keys of the group.
         unsafe {
             let group = Group::<J> { keys, count: addresses.len(), scores };
-            group_dots::<V, E, M, J, PAIRED>(work, &group, &mut cursor, lines_per_step);
+            let sums = match PAIRED {
+                true => {
+                    paired_sums::<V, E, M, J>(work, &arranged, &group, &mut cursor, lines_per_step)
+                }
+                false => sums::<V, E, M, J>(work, &group, &mut cursor, lines_per_step),
+            };
+            store_scores::<V, M, J>(work, &group, sums);
         }
     }
 }
@@ -66,56 +86,30 @@ struct Group<const J: usize> {
     scores: *mut f32,
 }
 
-/// [`dots`] of one group of keys.
+/// Products of the group's keys and `M` query rows: key j and row m at m * J + j.
 ///
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
-unsafe fn group_dots<
-    V: Vector,
-    E: RowFormat,
-    const M: usize,
-    const J: usize,
-    const PAIRED: bool,
->(
+unsafe fn sums<V: Vector, E: RowFormat, const M: usize, const J: usize>(
     work: &Dots,
     group: &Group<J>,
     cursor: &mut PrefetchCursor,
     lines_per_step: usize,
-) {
-    let Group { keys, count, .. } = *group;
-    // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys are inside their
-    // rows. There is at least one key, and at most J scores are stored per row.
-    unsafe {
-        let mut scores = [0.0f32; 16];
-        let mut dim = 0;
-        while dim < work.dims {
-            let end = if V::LANES * CHAIN_VECTORS < MAX_HEAD_DIM {
-                work.dims.min(dim + V::LANES * CHAIN_VECTORS)
-            } else {
-                work.dims
-            };
+) -> [f32; 16] {
+    let Group { keys, .. } = *group;
+    let mut totals = [0.0f32; 16];
+    let mut dim = 0;
+    while dim < work.dims {
+        let end = if V::LANES * CHAIN_VECTORS < MAX_HEAD_DIM {
+            work.dims.min(dim + V::LANES * CHAIN_VECTORS)
+        } else {
+            work.dims
+        };
+        // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys are inside
+        // their rows.
+        unsafe {
             let mut sums = [V::splat(0.0); 16];
-            while PAIRED && dim < end {
-                let pairs = (end - dim).min(2 * V::LANES);
-                // Before the loads: across these branches the loaded vectors would not all fit into
-                // registers.
-                for _ in 0..lines_per_step {
-                    cursor.prefetch_line::<V>(&work.prefetch);
-                }
-                let mut columns = [V::splat(0.0); J];
-                for j in 0..J {
-                    columns[j] = E::load_pairs::<V>(keys[j], dim, pairs);
-                }
-                for m in 0..M {
-                    let query = work.queries.add(m * work.query_stride).cast::<bf16>();
-                    let query = V::load_pairs(query.add(dim), pairs);
-                    for j in 0..J {
-                        sums[m * J + j] = query.pair_mul_add(columns[j], sums[m * J + j]);
-                    }
-                }
-                dim += pairs;
-            }
             while dim < end {
                 let mut scales = [V::splat(1.0); J];
                 let block_end = if E::BLOCK > 0 { end.min(dim + E::BLOCK) } else { end };
@@ -125,6 +119,8 @@ unsafe fn group_dots<
                     }
                 }
                 while dim < block_end {
+                    // Before the loads: across these branches the loaded vectors would not all fit
+                    // into registers.
                     for _ in 0..lines_per_step {
                         cursor.prefetch_line::<V>(&work.prefetch);
                     }
@@ -144,25 +140,212 @@ unsafe fn group_dots<
             let mut partial = [0.0f32; 16];
             V::sums(&sums, partial.as_mut_ptr());
             for i in 0..16 {
-                scores[i] += partial[i];
+                totals[i] += partial[i];
             }
         }
-        for score in &mut scores {
-            *score *= work.scale;
+    }
+    totals
+}
+
+/// `M` query rows as pairs of bf16, in the order of the pairs of keys.
+type ArrangedQueries<V, const M: usize> = MaybeUninit<[[[V; 2]; MAX_HEAD_DIM / UNIT_DIMS]; M]>;
+
+/// The address of a query row of bf16.
+#[inline(always)]
+fn paired_query(work: &Dots, row: usize) -> *const u8 {
+    work.queries.wrapping_add(row * work.query_stride).cast()
+}
+
+/// # Safety
+/// As [`dots`], for rows of bf16.
+#[inline(always)]
+unsafe fn arrange_queries<V: Vector, E: RowFormat, const M: usize>(
+    work: &Dots,
+    arranged: &mut ArrangedQueries<V, M>,
+) {
+    let rows = arranged.as_mut_ptr().cast::<[[V; 2]; MAX_HEAD_DIM / UNIT_DIMS]>();
+    for m in 0..M {
+        let mut to = rows.wrapping_add(m).cast::<[V; 2]>();
+        let mut dim = 0;
+        while dim < work.dims {
+            let count = (work.dims - dim).min(UNIT_DIMS);
+            // SAFETY: same contract. Dims are at most MAX_HEAD_DIM.
+            unsafe {
+                let pairs = V::load_pairs(PairFormat::Bf16, paired_query(work, m), dim, count);
+                to.write(V::arrange_pairs(E::PAIRS, pairs));
+            }
+            to = to.wrapping_add(1);
+            dim += UNIT_DIMS;
+        }
+    }
+}
+
+/// [`sums`] of pairs of bf16.
+///
+/// # Safety
+/// As [`dots`], for rows of bf16.
+#[inline(always)]
+unsafe fn paired_sums<V: Vector, E: RowFormat, const M: usize, const J: usize>(
+    work: &Dots,
+    arranged: &ArrangedQueries<V, M>,
+    group: &Group<J>,
+    cursor: &mut PrefetchCursor,
+    lines_per_step: usize,
+) -> [f32; 16] {
+    let rows = arranged.as_ptr().cast::<[[V; 2]; MAX_HEAD_DIM / UNIT_DIMS]>();
+    // SAFETY: as `sums`.
+    unsafe {
+        let mut sums = [V::splat(0.0); 16];
+        let mut dim = 0;
+        while dim < work.dims {
+            let count = (work.dims - dim).min(UNIT_DIMS);
+            for _ in 0..lines_per_step {
+                cursor.prefetch_line::<V>(&work.prefetch);
+            }
+            for j in 0..J {
+                let [low, high] = V::load_pairs(E::PAIRS, group.keys[j], dim, count);
+                for m in 0..M {
+                    let [query_low, query_high] = match E::PAIRS.is_in_order() {
+                        true => V::load_pairs(PairFormat::Bf16, paired_query(work, m), dim, count),
+                        false => rows.add(m).cast::<[V; 2]>().add(dim / UNIT_DIMS).read(),
+                    };
+                    let sum = query_low.pair_mul_add(low, sums[m * J + j]);
+                    sums[m * J + j] = query_high.pair_mul_add(high, sum);
+                }
+            }
+            dim += UNIT_DIMS;
+        }
+        let mut totals = [0.0f32; 16];
+        V::sums(&sums, totals.as_mut_ptr());
+        totals
+    }
+}
+
+/// Stores the scores of a group.
+///
+/// # Safety
+/// As [`dots`].
+#[inline(always)]
+unsafe fn store_scores<V: Vector, const M: usize, const J: usize>(
+    work: &Dots,
+    group: &Group<J>,
+    mut sums: [f32; 16],
+) {
+    // SAFETY: same contract: there is at least one key, and at most J scores are stored per row.
+    unsafe {
+        for i in (0..V::DOT_SUMS).step_by(V::LANES) {
+            let scores = sums.as_mut_ptr().add(i);
+            V::load(scores).mul(V::splat(work.scale)).store(scores);
         }
         for m in 0..M {
-            let from = scores.as_ptr().add(m * J);
+            let from = sums.as_ptr().add(m * J);
             let to = group.scores.add(m * work.score_stride);
-            if count == J {
+            if group.count == J {
                 to.cast::<[f32; J]>().write_unaligned(from.cast::<[f32; J]>().read());
                 continue;
             }
             // Not a copy of `count` floats: the compiler would join it with the store above, into
             // a call of `memcpy` for every row.
             for j in 0..J - 1 {
-                if j < count {
+                if j < group.count {
                     *to.add(j) = *from.add(j);
                 }
+            }
+        }
+    }
+}
+
+/// [`dots`] of pairs of bf16 and keys in blocks: LANES keys at a time, a lane each.
+///
+/// # Safety
+/// As [`dots`], for rows of bf16 and keys that have blocks.
+#[inline(always)]
+unsafe fn block_dots<V: Vector, E: RowFormat, const M: usize>(work: &Dots) {
+    let blocks = work.dims / E::BLOCK;
+    let steps = work.keys.len().div_ceil(V::LANES) * blocks;
+    let lines_per_step = work.prefetch.lines().div_ceil(steps);
+    let mut cursor = PrefetchCursor::default();
+    let mut arranged = MaybeUninit::<[[V; MAX_HEAD_DIM / BLOCK_VALUES]; M]>::uninit();
+    let rows = arranged.as_mut_ptr().cast::<[V; MAX_HEAD_DIM / BLOCK_VALUES]>();
+    for m in 0..M {
+        for block in 0..blocks {
+            // SAFETY: same contract. Dims are at most MAX_HEAD_DIM.
+            unsafe {
+                let elements = paired_query(work, m).cast::<bf16>().add(block * E::BLOCK);
+                let pairs = V::arrange_block(E::PAIRS, elements);
+                rows.add(m).cast::<V>().add(block).write(pairs);
+            }
+        }
+    }
+    for (group, addresses) in work.keys.chunks(V::LANES).enumerate() {
+        let mut keys = [addresses[addresses.len() - 1]; 16];
+        match <&[*const u8; 16]>::try_from(addresses) {
+            Ok(addresses) => keys = *addresses,
+            Err(_) => keys[..addresses.len()].copy_from_slice(addresses),
+        }
+        for key in &mut keys {
+            *key = key.wrapping_offset(work.offset as isize);
+        }
+        // SAFETY: same contract. Every key has these blocks.
+        unsafe {
+            let zero = V::splat(0.0);
+            let mut sums = [zero; M];
+            for block in 0..blocks {
+                for _ in 0..lines_per_step {
+                    cursor.prefetch_line::<V>(&work.prefetch);
+                }
+                let offset = block * E::BLOCK_BYTES;
+                let pairs = V::block_columns(E::PAIRS, &keys, offset);
+                let scales = V::gather_f16(&keys, offset);
+                let mut parts = [[zero; 4]; M];
+                let queries = rows.cast::<V>().add(block).cast::<f32>();
+                add_four_pairs::<V, M, 0>(queries, &pairs, &mut parts);
+                add_four_pairs::<V, M, 4>(queries, &pairs, &mut parts);
+                add_four_pairs::<V, M, 8>(queries, &pairs, &mut parts);
+                add_four_pairs::<V, M, 12>(queries, &pairs, &mut parts);
+                for m in 0..M {
+                    let mut product = parts[m][0];
+                    for chain in 1..chains_per_row(M) {
+                        product = product.add(parts[m][chain]);
+                    }
+                    sums[m] = product.mul_add(scales, sums[m]);
+                }
+            }
+            for m in 0..M {
+                let to = work.scores.add(m * work.score_stride + group * V::LANES);
+                sums[m].mul(V::splat(work.scale)).store_first(to, addresses.len());
+            }
+        }
+    }
+}
+
+/// Chains of products per row: products of few rows would wait for each other.
+const fn chains_per_row(rows: usize) -> usize {
+    match rows {
+        1..=3 => 4,
+        4..=6 => 2,
+        _ => 1,
+    }
+}
+
+/// Adds the products of pairs `FIRST` to `FIRST + 3` of a block. `queries` is the block of row 0.
+/// A function, because a loop over all pairs is not unrolled, and would keep them in memory.
+///
+/// # Safety
+/// As [`block_dots`].
+#[inline(always)]
+unsafe fn add_four_pairs<V: Vector, const M: usize, const FIRST: usize>(
+    queries: *const f32,
+    pairs: &[V; 16],
+    parts: &mut [[V; 4]; M],
+) {
+    for i in FIRST..FIRST + 4 {
+        for m in 0..M {
+            let part = &mut parts[m][i % chains_per_row(M)];
+            // SAFETY: same contract.
+            unsafe {
+                let query = queries.add(m * (MAX_HEAD_DIM / BLOCK_VALUES) * 16 + i);
+                *part = V::splat(*query).pair_mul_add(pairs[i], *part);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Rows of keys and values that products read in place: as they are stored, and converted in
 //! registers.
 
-use crate::cpu::vector::Vector;
+use crate::cpu::vector::{PairFormat, Vector};
 use crate::dtype::DType;
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3};
 use half::{bf16, f16};
@@ -11,6 +11,13 @@ use std::mem::offset_of;
 pub trait RowFormat {
     /// Values that share a scale inside the row; 0 if there is none.
     const BLOCK: usize = 0;
+    /// Bytes of such a block. It begins with its scale.
+    const BLOCK_BYTES: usize = 0;
+    /// The format as which it is read in pairs.
+    const PAIRS: PairFormat = PairFormat::Bf16;
+
+    /// Bytes in front of value `first`, or in front of its block.
+    fn offset(first: usize) -> usize;
 
     /// The scale of the block that starts at value `first`.
     ///
@@ -27,33 +34,16 @@ pub trait RowFormat {
     /// # Safety
     /// As [`Vector`]'s methods, for `LANES` values of the row.
     unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V;
-
-    /// `count` values from `first` on as pairs of bf16: LANES, or 2 * LANES.
-    ///
-    /// # Safety
-    /// As [`Vector::load_pairs`], for `count` values of the row.
-    #[inline(always)]
-    unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
-        // SAFETY: same contract. Of the formats without a method of their own, only bf16 is paired.
-        unsafe { V::load_pairs(row.cast::<bf16>().add(first), count) }
-    }
-
-    /// The values of two rows from `first` on, in pairs: see [`Vector::interleave_all`].
-    ///
-    /// # Safety
-    /// As [`Vector::interleave_all`].
-    #[inline(always)]
-    unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
-        let [low, high] = rows;
-        let at = |row: *const u8| row.cast::<bf16>().wrapping_add(first);
-        // SAFETY: as `load_pairs`.
-        unsafe { V::interleave_all(at(low), at(high), to) };
-    }
 }
 
 macro_rules! floats {
     ($type:ty, $load:ident) => {
         impl RowFormat for $type {
+            #[inline(always)]
+            fn offset(first: usize) -> usize {
+                first * size_of::<Self>()
+            }
+
             #[inline(always)]
             unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
                 // SAFETY: same contract.
@@ -67,35 +57,25 @@ floats!(f16, load_f16);
 floats!(bf16, load_bf16);
 
 macro_rules! codes {
-    ($type:ty, $load:ident, $load_pairs:ident, $interleave:ident) => {
+    ($type:ty, $load:ident, $pairs:ident) => {
         impl RowFormat for $type {
+            const PAIRS: PairFormat = PairFormat::$pairs;
+
+            #[inline(always)]
+            fn offset(first: usize) -> usize {
+                first
+            }
+
             #[inline(always)]
             unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
                 // SAFETY: same contract.
                 unsafe { V::$load(row.cast::<$type>().add(first)) }
             }
-
-            #[inline(always)]
-            unsafe fn load_pairs<V: Vector>(row: *const u8, first: usize, count: usize) -> V {
-                // SAFETY: same contract.
-                unsafe { V::$load_pairs(row.cast::<$type>().add(first), count) }
-            }
-
-            #[inline(always)]
-            unsafe fn interleave_all<V: Vector>(rows: [*const u8; 2], first: usize, to: &mut [V]) {
-                for (n, to) in to.iter_mut().enumerate() {
-                    let [low, high] = rows;
-                    let at =
-                        |row: *const u8| row.cast::<$type>().wrapping_add(first + n * V::LANES);
-                    // SAFETY: same contract.
-                    *to = unsafe { V::$interleave(at(low), at(high)) };
-                }
-            }
         }
     };
 }
-codes!(i8, load_i8, load_i8_pairs, interleave_i8);
-codes!(E4m3, load_e4m3, load_e4m3_pairs, interleave_e4m3);
+codes!(i8, load_i8, I8);
+codes!(E4m3, load_e4m3, E4m3);
 
 /// The bytes of the block that holds value `first` of a row.
 #[inline(always)]
@@ -105,6 +85,13 @@ fn block_of<Block>(row: *const u8, first: usize) -> *const u8 {
 
 impl RowFormat for BlockQ8_0 {
     const BLOCK: usize = BLOCK_VALUES;
+    const BLOCK_BYTES: usize = size_of::<Self>();
+    const PAIRS: PairFormat = PairFormat::Q8_0;
+
+    #[inline(always)]
+    fn offset(first: usize) -> usize {
+        first / BLOCK_VALUES * size_of::<Self>()
+    }
 
     #[inline(always)]
     unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
@@ -124,6 +111,13 @@ impl RowFormat for BlockQ8_0 {
 
 impl RowFormat for BlockQ4_0 {
     const BLOCK: usize = BLOCK_VALUES;
+    const BLOCK_BYTES: usize = size_of::<Self>();
+    const PAIRS: PairFormat = PairFormat::Q4_0;
+
+    #[inline(always)]
+    fn offset(first: usize) -> usize {
+        first / BLOCK_VALUES * size_of::<Self>()
+    }
 
     #[inline(always)]
     unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
@@ -149,9 +143,8 @@ impl RowFormat for BlockQ4_0 {
 pub fn index(dtype: DType, paired: bool) -> Option<usize> {
     match dtype {
         DType::I8 => Some(3),
-        // Pairs of bf16 hold no products of codes and scales.
-        DType::Q8_0 if !paired => Some(4),
-        DType::Q4_0 if !paired => Some(5),
+        DType::Q8_0 => Some(4),
+        DType::Q4_0 => Some(5),
         // f32 would gain 5% and take a second more to build.
         DType::E4M3 if paired => Some(6),
         _ => None,

@@ -4,7 +4,7 @@ use super::prefetch::{PrefetchCursor, PrefetchRows};
 use super::register_tile::update;
 use super::rows::RowFormat;
 use crate::cpu::vector::Vector;
-use half::bf16;
+use half::{bf16, f16};
 
 pub type WeightedFn = unsafe fn(&Weighted);
 
@@ -80,45 +80,108 @@ pub unsafe fn weighted<
     }
 }
 
+/// Values whose weights are computed together.
+const WEIGHTED_TOGETHER: usize = 32;
+
+/// The weights of values, in pairs of bf16: per row, for each block of the head dim. They are
+/// probabilities, times the scales of the blocks if there are any.
+type Weights<const M: usize> = [[[f32; WEIGHTED_TOGETHER / 2]; 2]; M];
+
 /// [`weighted`] for pairs of bf16, two values at a time.
 ///
 /// # Safety
 /// As [`weighted`].
 #[inline(always)]
 unsafe fn weighted_pairs<V: Vector, E: RowFormat, const M: usize, const N: usize>(work: &Weighted) {
-    let value = |k: usize| work.values[k].wrapping_offset(work.offset as isize);
-    let row =
-        |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
     // SAFETY: as `weighted`.
     unsafe {
         // From zero: the values of one call are one partial sum of the sum over all keys.
         let mut sums = [[V::splat(0.0); N]; M];
+        let mut weights: Weights<M> = [[[0.0; WEIGHTED_TOGETHER / 2]; 2]; M];
         let mut cursor = PrefetchCursor::default();
         let lines_per_step = work.prefetch.lines().div_ceil(work.values.len().div_ceil(2));
-        let mut k = 0;
-        while k < work.values.len() {
-            // An odd last value is paired with itself, with probability 0.
-            let pair = k + 1 < work.values.len();
-            let rows = [value(k), value(if pair { k + 1 } else { k })];
-            let mut columns = [V::splat(0.0); N];
-            E::interleave_all(rows, work.first, &mut columns);
-            for _ in 0..lines_per_step {
-                cursor.prefetch_line::<V>(&work.prefetch);
-            }
-            for m in 0..M {
-                let bits = match pair {
-                    true => row(m).add(k).cast::<u32>().read_unaligned(),
-                    false => u32::from((*row(m).add(k)).to_bits()),
-                };
-                let probabilities = V::splat(f32::from_bits(bits));
-                for n in 0..N {
-                    sums[m][n] = probabilities.pair_mul_add(columns[n], sums[m][n]);
+        let mut first = 0;
+        while first < work.values.len() {
+            let count = (work.values.len() - first).min(WEIGHTED_TOGETHER);
+            compute_weights::<V, E, M, N>(work, [first, count], &mut weights);
+            let values = work.values.as_ptr().add(first);
+            let offset = work.offset as isize + E::offset(work.first) as isize;
+            let value = |k: usize| (*values.add(k)).wrapping_offset(offset);
+            for pair in 0..count.div_ceil(2) {
+                // An odd last value is paired with itself, with weight 0.
+                let rows = [value(2 * pair), value((2 * pair + 1).min(count - 1))];
+                let mut columns = [V::splat(0.0); N];
+                V::interleave_rows(E::PAIRS, rows, &mut columns);
+                for _ in 0..lines_per_step {
+                    cursor.prefetch_line::<V>(&work.prefetch);
+                }
+                for m in 0..M {
+                    for n in 0..N {
+                        let block = (n * V::LANES).checked_div(E::BLOCK).unwrap_or(0);
+                        let weight = V::splat(*weights[m][block].as_ptr().add(pair));
+                        sums[m][n] = weight.pair_mul_add(columns[n], sums[m][n]);
+                    }
                 }
             }
-            k += 2;
+            first += count;
         }
         update::<V, M, N>(&sums, work.output, work.output_stride, |m, output, sum| {
             output.mul_add(V::splat(*work.factors.add(m)), sum)
         });
+    }
+}
+
+/// Computes the weights of `count` values from `first` on, for N vectors of the head dim. Behind an
+/// odd number of weights there is a 0.
+///
+/// # Safety
+/// As [`weighted`].
+#[inline(always)]
+unsafe fn compute_weights<V: Vector, E: RowFormat, const M: usize, const N: usize>(
+    work: &Weighted,
+    [first, count]: [usize; 2],
+    weights: &mut Weights<M>,
+) {
+    let row =
+        |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
+    let blocks = if E::BLOCK > 0 { (N * V::LANES).div_ceil(E::BLOCK) } else { 1 };
+    let mut scales = [[f16::ZERO; WEIGHTED_TOGETHER]; 2];
+    if E::BLOCK > 0 {
+        let offset = work.offset as isize + E::offset(work.first) as isize;
+        for i in 0..count {
+            for block in 0..blocks {
+                // SAFETY: same contract. A block begins with its scale.
+                unsafe {
+                    let value = (*work.values.as_ptr().add(first + i)).wrapping_offset(offset);
+                    let scale = value.wrapping_add(block * E::BLOCK_BYTES).cast::<f16>();
+                    scales[block][i] = scale.read_unaligned();
+                }
+            }
+        }
+    }
+    for block in 0..blocks {
+        for m in 0..M {
+            let to = weights[m][block].as_mut_ptr().cast::<bf16>();
+            // SAFETY: same contract. A row of floats has room for twice as many bf16, so whole
+            // vectors are inside it.
+            unsafe {
+                for i in (0..WEIGHTED_TOGETHER).step_by(V::LANES) {
+                    let from = row(m).add(first + i);
+                    match E::BLOCK {
+                        0 => {
+                            let bits = from.cast::<[bf16; 16]>().read_unaligned();
+                            to.add(i).cast::<[bf16; 16]>().write_unaligned(bits);
+                        }
+                        _ => {
+                            let scales = V::load_f16(scales[block].as_ptr().add(i));
+                            V::load_bf16(from).mul(scales).store_paired(to.add(i));
+                        }
+                    }
+                }
+                if !count.is_multiple_of(2) {
+                    to.add(count).write(bf16::ZERO);
+                }
+            }
+        }
     }
 }

@@ -6,9 +6,8 @@
               in each would add nothing"
 )]
 
-use super::e4m3::E4M3_AS_BF16;
-use super::{Storage, Vector};
-use super::{avx512_bf16, avx512_vbmi};
+use super::{PairFormat, Storage, Vector};
+use super::{avx512_bf16, avx512_pairs, avx512_vbmi};
 use crate::format::{E4m3, E5m2};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
@@ -124,6 +123,10 @@ impl Vector for Avx512 {
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         _mm512_storeu_ps(to, self.0)
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut f32, count: usize) {
+        _mm512_mask_storeu_ps(to, u16::MAX >> (16 - count), self.0)
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
@@ -347,62 +350,51 @@ impl Vector for Avx512 {
         avx512_bf16::store_paired(self.0, to)
     }
     #[inline(always)]
-    unsafe fn load_pairs(from: *const bf16, count: usize) -> Self {
-        let pairs = match count {
-            32 => _mm512_loadu_si512(from.cast()),
-            _ => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
-        };
-        Avx512(_mm512_castsi512_ps(pairs))
+    unsafe fn load_pairs(
+        format: PairFormat,
+        row: *const u8,
+        first: usize,
+        count: usize,
+    ) -> [Self; 2] {
+        let [low, high] = avx512_pairs::load(format, row, first, count);
+        [Avx512(low), Avx512(high)]
     }
     #[inline(always)]
-    unsafe fn load_i8_pairs(from: *const i8, count: usize) -> Self {
-        let low = Self::load_i8(from).0;
-        let high = match count {
-            32 => Self::load_i8(from.add(16)).0,
-            _ => _mm512_setzero_ps(),
-        };
-        Avx512(avx512_bf16::join(low, high))
+    unsafe fn arrange_pairs(format: PairFormat, pairs: [Self; 2]) -> [Self; 2] {
+        let [low, high] = avx512_pairs::arrange(format, [pairs[0].0, pairs[1].0]);
+        [Avx512(low), Avx512(high)]
     }
     #[inline(always)]
-    unsafe fn load_e4m3_pairs(from: *const E4m3, count: usize) -> Self {
-        let codes = match count {
-            32 => _mm256_loadu_si256(from.cast()),
-            _ => _mm256_zextsi128_si256(_mm_loadu_si128(from.cast())),
-        };
-        e4m3_as_bf16(codes)
+    unsafe fn interleave_rows(format: PairFormat, rows: [*const u8; 2], to: &mut [Self]) {
+        if format == PairFormat::Bf16 {
+            return Self::interleave_all(rows[0].cast(), rows[1].cast(), to);
+        }
+        let pairs = avx512_pairs::interleave(format, rows, to.len());
+        for (n, to) in to.iter_mut().enumerate() {
+            *to = Avx512(pairs[n]);
+        }
     }
     #[inline(always)]
-    unsafe fn interleave_e4m3(low: *const E4m3, high: *const E4m3) -> Self {
-        let (low, high) = (_mm_loadu_si128(low.cast()), _mm_loadu_si128(high.cast()));
-        e4m3_as_bf16(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high)))
+    unsafe fn block_columns(
+        format: PairFormat,
+        keys: &[*const u8; 16],
+        offset: usize,
+    ) -> [Self; 16] {
+        let columns = avx512_pairs::columns(format, keys, offset);
+        let mut pairs = [Avx512(_mm512_setzero_ps()); 16];
+        for i in 0..16 {
+            pairs[i] = Avx512(columns[i]);
+        }
+        pairs
     }
     #[inline(always)]
-    unsafe fn interleave_i8(low: *const i8, high: *const i8) -> Self {
-        // Codes are exact in bf16: the upper half of their f32.
-        let bits = |codes| _mm512_castps_si512(Self::load_i8(codes).0);
-        let (low, high) = (_mm512_srli_epi32::<16>(bits(low)), bits(high));
-        // low | (high & upper half)
-        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
-        Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper)))
+    unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> Self {
+        Avx512(avx512_pairs::arrange_block(format, elements))
     }
-}
-
-/// 32 e4m3 codes as bf16, looked up in four registers.
-///
-/// # Safety
-/// The CPU has AVX-512BW.
-#[inline(always)]
-unsafe fn e4m3_as_bf16(codes: __m256i) -> Avx512 {
-    let part = |i: usize| _mm512_loadu_si512(E4M3_AS_BF16.as_ptr().add(32 * i).cast());
-    let codes = _mm512_cvtepi8_epi16(codes);
-    // Only the low six bits of an index count.
-    let small = _mm512_permutex2var_epi16(part(0), codes, part(1));
-    let large = _mm512_permutex2var_epi16(part(2), codes, part(3));
-    let is_large = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
-    let magnitude = _mm512_mask_mov_epi16(small, is_large, large);
-    // magnitude | (codes & sign)
-    let sign = _mm512_set1_epi16(i16::MIN);
-    Avx512(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xf8>(magnitude, codes, sign)))
+    #[inline(always)]
+    unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Self {
+        Avx512(avx512_pairs::gather_f16(rows, offset))
+    }
 }
 
 #[cfg(test)]
@@ -416,37 +408,6 @@ mod tests {
         // SAFETY: this function enables the features.
         unsafe { Avx512::load(x.as_ptr()).exp4().store(results.as_mut_ptr()) };
         results
-    }
-
-    /// 32 codes as pairs, and as what two rows of 16 interleave to.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    unsafe fn pairs(codes: &[E4m3; 32]) -> [[bf16; 32]; 2] {
-        let mut found = [[bf16::ZERO; 32]; 2];
-        // SAFETY: this function enables the features; both arrays have 32 elements.
-        unsafe {
-            let (low, high) = (codes.as_ptr(), codes.as_ptr().add(16));
-            Avx512::load_e4m3_pairs(low, 32).store(found[0].as_mut_ptr().cast());
-            Avx512::interleave_e4m3(low, high).store(found[1].as_mut_ptr().cast());
-        }
-        found
-    }
-
-    #[test]
-    fn every_e4m3_code_is_its_value_in_a_pair() {
-        if !is_x86_feature_detected!("avx512dq") || !is_x86_feature_detected!("avx512bw") {
-            eprintln!("skipped: this CPU has no AVX-512");
-            return;
-        }
-        for first in (0..=255u8).step_by(32) {
-            let codes = std::array::from_fn(|i| E4m3::from_bits(first + i as u8));
-            let expected = codes.map(|code: E4m3| bf16::from_f32(code.to_f32()).to_bits());
-            // SAFETY: the CPU has the features that were checked, and the others come with them.
-            let [row, interleaved] = unsafe { pairs(&codes) };
-            for i in 0..32 {
-                assert_eq!(row[i].to_bits(), expected[i], "code {}", first + i as u8);
-                assert_eq!(interleaved[i].to_bits(), expected[i / 2 + i % 2 * 16]);
-            }
-        }
     }
 
     #[test]

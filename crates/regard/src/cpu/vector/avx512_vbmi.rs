@@ -1,13 +1,32 @@
 //! The AVX512_VBMI instructions that the [`Avx512`](super::avx512::Avx512) vector uses if the CPU
 //! has them: VPERMI2B looks 64 bytes up in a table of 128.
 
-use super::e4m3::E4M3_AS_BF16;
 use crate::format::E4m3;
 use half::bf16;
 use std::arch::x86_64::*;
 
+/// The value of each nonnegative e4m3 code as bf16.
+static E4M3_AS_BF16: [u16; 128] = {
+    let mut values = [0; 128];
+    let mut code = 0;
+    while code < 128 {
+        let (exponent, mantissa) = (code >> 3, code & 7);
+        values[code as usize] = match (exponent, mantissa) {
+            (15, 7) => 0x7fc0,
+            (0, 0) => 0,
+            // Subnormal: mantissa * 2^-9, normal as bf16.
+            (0, 1) => 118 << 7,
+            (0, 2..4) => 119 << 7 | (mantissa - 2) << 6,
+            (0, _) => 120 << 7 | (mantissa - 4) << 5,
+            _ => (exponent + 120) << 7 | mantissa << 4,
+        };
+        code += 1;
+    }
+    values
+};
+
 /// The upper and the lower byte of each nonnegative e4m3 code's value as bf16.
-static E4M3_BYTES: [[u8; 128]; 2] = {
+pub(super) static E4M3_BYTES: [[u8; 128]; 2] = {
     let mut bytes = [[0; 128]; 2];
     let mut code = 0;
     while code < 128 {
@@ -21,7 +40,8 @@ static E4M3_BYTES: [[u8; 128]; 2] = {
 static UNPACKED_QWORDS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Transposes 4 x 4 dwords, so that unpacking bytes and then words leaves them in order.
-static TRANSPOSED_DWORDS: [u32; 16] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
+pub(super) static TRANSPOSED_DWORDS: [u32; 16] =
+    [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
 
 /// Whether this CPU has AVX512_VBMI.
 #[inline]

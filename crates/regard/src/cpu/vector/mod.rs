@@ -8,15 +8,35 @@ pub mod avx512;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
-pub mod avx512_vbmi;
+mod avx512_pairs;
 #[cfg(target_arch = "x86_64")]
-mod e4m3;
+pub mod avx512_vbmi;
 #[cfg(target_arch = "aarch64")]
 pub mod neon;
 pub mod scalar;
 
 use crate::format::{E4m3, E5m2};
 use half::{bf16, f16};
+
+/// Values of a row that are read as pairs together.
+pub const UNIT_DIMS: usize = 64;
+
+/// A format of rows that are read as pairs of bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PairFormat {
+    Bf16,
+    I8,
+    E4m3,
+    Q8_0,
+    Q4_0,
+}
+
+impl PairFormat {
+    /// Whether [`Vector::load_pairs`] leaves values in their order.
+    pub const fn is_in_order(self) -> bool {
+        matches!(self, PairFormat::Bf16 | PairFormat::I8)
+    }
+}
 
 /// A vector of `LANES` 32-bit floats.
 ///
@@ -37,6 +57,18 @@ pub trait Vector: Copy {
     unsafe fn load_f16(from: *const f16) -> Self;
     unsafe fn load_bf16(from: *const bf16) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// Stores the first `count` lanes.
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut f32, count: usize) {
+        let mut lanes = [0.0f32; 16];
+        // SAFETY: no vector has more than 16 lanes; the caller guarantees `count` elements at `to`.
+        unsafe {
+            self.store(lanes.as_mut_ptr());
+            for (i, &lane) in lanes.iter().enumerate().take(count) {
+                *to.add(i) = lane;
+            }
+        }
+    }
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
@@ -100,24 +132,42 @@ pub trait Vector: Copy {
     unsafe fn store_paired(self, _to: *mut bf16) {
         unreachable!("this level has no bf16 products")
     }
-    /// Loads `count` elements as pairs. `count` is LANES or 2 * LANES; missing elements are 0.
-    unsafe fn load_pairs(_from: *const bf16, _count: usize) -> Self {
+    /// `count` values of a row from `first` on as pairs, a multiple of LANES up to [`UNIT_DIMS`],
+    /// in the order of [`Vector::arrange_pairs`]. Missing elements are 0.
+    unsafe fn load_pairs(
+        _format: PairFormat,
+        _row: *const u8,
+        _first: usize,
+        _count: usize,
+    ) -> [Self; 2] {
         unreachable!("this level has no bf16 products")
     }
-    /// The same of codes of an `i8` cache, which are exact in bf16.
-    unsafe fn load_i8_pairs(_from: *const i8, _count: usize) -> Self {
+    /// Puts [`UNIT_DIMS`] elements of bf16 into the order in which [`Vector::load_pairs`] leaves
+    /// those of another format.
+    unsafe fn arrange_pairs(_format: PairFormat, _pairs: [Self; 2]) -> [Self; 2] {
         unreachable!("this level has no bf16 products")
     }
-    /// [`Vector::interleave`] of codes of an `i8` cache.
-    unsafe fn interleave_i8(_low: *const i8, _high: *const i8) -> Self {
+    /// The codes of the blocks at `offset` of LANES keys as pairs: vector i holds pair i of all
+    /// blocks, in the order of [`Vector::arrange_block`].
+    unsafe fn block_columns(
+        _format: PairFormat,
+        _keys: &[*const u8; 16],
+        _offset: usize,
+    ) -> [Self; 16] {
         unreachable!("this level has no bf16 products")
     }
-    /// [`Vector::load_pairs`] of e4m3 codes, which are exact in bf16.
-    unsafe fn load_e4m3_pairs(_from: *const E4m3, _count: usize) -> Self {
+    /// The elements of a query that a block of keys is multiplied by, in the order of
+    /// [`Vector::block_columns`].
+    unsafe fn arrange_block(_format: PairFormat, _elements: *const bf16) -> Self {
         unreachable!("this level has no bf16 products")
     }
-    /// [`Vector::interleave`] of e4m3 codes.
-    unsafe fn interleave_e4m3(_low: *const E4m3, _high: *const E4m3) -> Self {
+    /// The half-precision numbers at `offset` of LANES rows. They need not be aligned.
+    unsafe fn gather_f16(_rows: &[*const u8; 16], _offset: usize) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// [`Vector::interleave_all`] of rows of a format. Codes of blocks are not multiplied by their
+    /// scales.
+    unsafe fn interleave_rows(_format: PairFormat, _rows: [*const u8; 2], _to: &mut [Self]) {
         unreachable!("this level has no bf16 products")
     }
 

@@ -296,7 +296,8 @@ impl<'a> HeadRows<'a> {
 
     /// The rows of these tokens, in memory order, in a portion per head.
     pub fn prefetch_order(&self, tokens: Range<usize>) -> PrefetchOrder<'_> {
-        PrefetchOrder { rows: self, tokens: &self.addresses[tokens], token: 0, head: 0 }
+        let tokens = &self.addresses[tokens];
+        PrefetchOrder { rows: self, tokens, token: 0, head: 0, portions: 0 }
     }
 }
 
@@ -305,25 +306,37 @@ pub struct PrefetchOrder<'a> {
     rows: &'a HeadRows<'a>,
     /// The address of each token's first head.
     tokens: &'a [*const u8],
+    /// The next row, where the heads of a token are not one row.
     token: usize,
     head: usize,
+    /// Portions so far.
+    portions: usize,
 }
 
 impl PrefetchOrder<'_> {
-    /// The next rows, as many as there are tokens.
+    /// The rows of the next portion: of a head, or of as many rows as there are tokens.
     #[inline(always)]
     pub fn next_rows<'b>(
         &mut self,
         rows: &'b mut [*const u8; MAX_BLOCK_TOKENS],
     ) -> PrefetchRows<'b> {
         let HeadRows { head_bytes, heads, token_major, row_bytes, .. } = *self.rows;
+        let portion = self.portions;
+        self.portions += 1;
+        if token_major && head_bytes == row_bytes as i64 {
+            // The heads of a token are one row. A line that two of them share is prefetched once.
+            let start = self.tokens.len() * portion / heads;
+            let end = self.tokens.len() * (portion + 1) / heads;
+            let rows = &mut rows[..end - start];
+            rows.copy_from_slice(&self.tokens[start..end]);
+            return PrefetchRows { rows, row_bytes: row_bytes * heads };
+        }
         let rows = &mut rows[..self.tokens.len()];
         if !token_major {
-            let offset = self.rows.head_offset(self.head) as isize;
+            let offset = self.rows.head_offset(portion) as isize;
             for (row, address) in rows.iter_mut().zip(self.tokens) {
                 *row = address.wrapping_offset(offset);
             }
-            self.head += 1;
             return PrefetchRows { rows, row_bytes };
         }
         let mut filled = 0;

@@ -117,10 +117,9 @@ unsafe fn compute_scores<V: Vector>(ctx: ItemContext, reader: &RowReader, tile: 
     let TileRows { rows: k_rows, first, .. } = *tile;
     let ItemContext { call, item, scratch } = ctx;
     let sizes = ctx.sizes();
-    // As many keys per group as there are accumulators for.
-    let keys_per_group = V::DOT_SUMS / item.rows.min(V::DOT_SUMS);
     let dots = call.products.dots[reader.index][item.rows - 1];
-    let block_tokens = tokens_per_block(k_rows, keys_per_group);
+    // Whole groups of keys that have their scores computed together.
+    let block_tokens = tokens_per_block(k_rows, V::DOT_SUMS);
     let mut buffer = [std::ptr::null(); MAX_BLOCK_TOKENS];
     let mut converted = [std::ptr::null(); MAX_BLOCK_TOKENS];
     let mut start = 0;

@@ -18,6 +18,7 @@ pub struct Tiling {
     /// Whether packed tiles are multiplied on the matrix unit.
     pub uses_amx: bool,
     /// Whether packed tiles hold `q8_0` and `q4_0` in bf16: keys as codes
-    /// ([`block_scales`](super::block_scales)), values rounded. Other walks multiply in f32 then.
+    /// ([`block_scales`](super::block_scales)), values rounded. Verification multiplies in f32
+    /// then.
     pub packs_blocks: bool,
 }
