@@ -57,18 +57,6 @@ pub trait Vector: Copy {
     unsafe fn load_f16(from: *const f16) -> Self;
     unsafe fn load_bf16(from: *const bf16) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Stores the first `count` lanes.
-    #[inline(always)]
-    unsafe fn store_first(self, to: *mut f32, count: usize) {
-        let mut lanes = [0.0f32; 16];
-        // SAFETY: no vector has more than 16 lanes; the caller guarantees `count` elements at `to`.
-        unsafe {
-            self.store(lanes.as_mut_ptr());
-            for (i, &lane) in lanes.iter().enumerate().take(count) {
-                *to.add(i) = lane;
-            }
-        }
-    }
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
@@ -159,6 +147,10 @@ pub trait Vector: Copy {
     /// The elements of a query that a block of keys is multiplied by, in the order of
     /// [`Vector::block_columns`].
     unsafe fn arrange_block(_format: PairFormat, _elements: *const bf16) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// Stores the first `count` lanes, at least one.
+    unsafe fn store_first(self, _to: *mut f32, _count: usize) {
         unreachable!("this level has no bf16 products")
     }
     /// The half-precision numbers at `offset` of LANES rows. They need not be aligned.
