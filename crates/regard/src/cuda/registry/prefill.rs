@@ -136,8 +136,8 @@ impl PrefillConfig {
         let pipelines = stages * self.tile_keys * (key_row + value_row);
         let (dims, blocks) =
             (self.operands.head_dim + self.operands.value_dim, self.operands.head_dim / 32);
-        // Codes of a K tile; or rows of two as they are stored, notes of them, and scales of keys; or
-        // scales of keys alone.
+        // Codes of a K tile; or rows of two as they are stored, notes of them, and scales of keys;
+        // or scales of keys alone.
         let stored = match self.cache {
             Cache::Any => self.tile_keys * (2 * (2 * dims + 2 * 16 + 2 * 16) + stages * blocks * 4),
             Cache::Scaled => stages * self.tile_keys * 4,

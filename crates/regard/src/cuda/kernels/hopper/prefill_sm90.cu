@@ -134,9 +134,22 @@ struct Consumer : SoftmaxWarpgroup {
         mma_pv();
     }
 
-    template <int PENDING> __device__ __forceinline__ void wait_scores() {
+    template <int PENDING> __device__ __forceinline__ void wait_dot_products() {
         hopper::wgmma_wait<PENDING>();
         warpgroup_fence_operand(*(float (*)[KEYS / 2]) & scores);
+    }
+
+    template <int PENDING> __device__ __forceinline__ void wait_scores() {
+        if constexpr (!SCALES_KEYS || SCALES_AFTER_VALUES) {
+            wait_dot_products<PENDING>();
+        } else if constexpr (LOADS_SCALES_EARLY) {
+            LoadedKeyScales scales(key.index, lane);
+            wait_dot_products<PENDING>();
+            scales.multiply(scores);
+        } else {
+            wait_dot_products<PENDING>();
+            LoadedKeyScales(key.index, lane).multiply(scores);
+        }
     }
 
     // P V of the previous K tile is done: release its stage.
@@ -168,7 +181,7 @@ struct Consumer : SoftmaxWarpgroup {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         if constexpr (SCALES_AFTER_VALUES) {
             wait_values(first);
-            scale_keys(scores, key.index, lane);
+            LoadedKeyScales(key.index, lane).multiply(scores);
             release_key_stage();
         }
         ScoreTerms terms = modify_scores(view, flags, first);
@@ -201,7 +214,6 @@ struct Consumer : SoftmaxWarpgroup {
             mma_qk();
             warp_scheduler_barrier_arrive();
             wait_scores<0>();
-            if constexpr (SCALES_KEYS && !SCALES_AFTER_VALUES) scale_keys(scores, key.index, lane);
         }
         return flags;
     }
@@ -231,7 +243,6 @@ struct Consumer : SoftmaxWarpgroup {
             begin_values(first_key);
             warp_scheduler_barrier_arrive();
             wait_scores<1>();
-            if constexpr (SCALES_KEYS && !SCALES_AFTER_VALUES) scale_keys(scores, key.index, lane);
         }
         return flags;
     }
