@@ -113,6 +113,14 @@ static inline void tma_store(const TensorMap &map, unsigned from, const TmaCoord
             if (to) memcpy(to, emu_at(swz(from + r * 128 + 2 * i), 2), 2);
         }
 }
+// Contiguous bytes, at once.
+static inline void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier) {
+    if ((uintptr_t)from % 16 || bytes % 16 || to % 16) abort();
+    memcpy(emu_at(to, bytes), from, bytes);
+    MB &there = mb(barrier);
+    there.tx -= bytes;
+    settle(there);
+}
 static inline void bulk_prefetch(unsigned long long, const void *from, int bytes) {
     if ((uintptr_t)from % 16 || bytes % 16) abort();
 }

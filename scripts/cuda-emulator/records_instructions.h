@@ -2,10 +2,6 @@
 #pragma once
 namespace records {
 static inline void bulk_load(unsigned long long, unsigned to, unsigned long long from, int bytes, unsigned barrier) {
-    if (from % 16 || bytes % 16) abort();
-    memcpy(emu_at(to, bytes), (const void *)from, bytes);
-    MB &there = hopper::mb(barrier);
-    there.tx -= bytes;
-    hopper::settle(there);
+    hopper::bulk_load(to, (const void *)from, bytes, barrier);
 }
 } // namespace records

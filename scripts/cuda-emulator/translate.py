@@ -69,6 +69,7 @@ def store(memory, element, count):
 ASSEMBLY = [
     ("cp.async.cg.shared.global.L2::cache_hint", lambda o, i: f"cp_async({i[0]}, {i[1]}, {i[2]});"),
     ("cp.async.ca.shared.global [%0], [%1], 8", lambda o, i: f"emu_copy_later({{{i[0]}, {i[1]}, {i[2]}, 8}});"),
+    ("mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]", lambda o, i: f"hopper::bulk_load({', '.join(i)});"),
     ("createpolicy", lambda o, i: f"{o[0]} = 1;"),
     ("st.global.v4.b32", store("global", "unsigned", 4)),
     ("st.shared.v2.f32", store("shared", "float", 2)),

@@ -22,6 +22,7 @@ struct Function {
     bool has_any;   // whether that is of any format, and keys may be in two tensors
     bool is_latent; // whether it reads one tensor of keys and values, by a tensor map
     bool has_lists; // whether its rows have lists of keys
+    bool scales_keys; // whether it takes a scale per key beside elements
     Emulated emulated;
 };
 
@@ -32,6 +33,7 @@ struct Module {
     bool has_any;
     bool is_latent;
     bool has_lists;
+    bool scales_keys;
     Emulated emulated;
 };
 
@@ -176,6 +178,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
         launch.prefill = *(const PrefillParameters *)arguments[1];
         if (launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2]};
         bool sound = expect_sound(launch.attention, launch.prefill) && expect_scales(launch.prefill, launch.cache, launch.function->has_cache);
+        sound = sound && expect_key_scales(launch.prefill, launch.function->scales_keys, entry == "prefill");
         if (sound && launch.function->by_maps) {
             launch.maps = *(const TensorMaps *)arguments[2];
             sound = expect_maps(launch.attention, launch.prefill, launch.maps, launch.cache, launch.function->has_any);
@@ -300,12 +303,12 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_") || holds("_mla656_");
-    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), find_emulated(name)};
+    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), holds("_scaled_"), find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
     const Module &of = *(const Module *)module;
-    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.has_any, of.is_latent, of.has_lists, of.emulated};
+    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.has_any, of.is_latent, of.has_lists, of.scales_keys, of.emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

@@ -109,6 +109,12 @@ inline bool expect_scales(const PrefillParameters &t, const CacheParameters &cac
                           expect(!t.value_scales.pointer || t.value_scales.pointer == cache.value_scales, "scales of values"));
 }
 
+// A scale per key, for the modules that take them and no others.
+inline bool expect_key_scales(const PrefillParameters &t, bool scales_keys, bool is_prefill) {
+    return !is_prefill || (expect((t.each_key.pointer != 0) == scales_keys, "scales of single keys") &&
+                           expect(t.each_key.pointer % 16 == 0 && t.each_key.stride % 4 == 0, "alignment of scales of single keys"));
+}
+
 // The tensor that a map is of.
 inline KvTensor tensor_of(const TensorMap &map) {
     Encoded found;

@@ -143,6 +143,9 @@ const PREFILL: [[usize; 5]; 12] = [
     [70, 1, 1, 1100, 3],
 ];
 
+/// Shapes whose rows per key are enough for a copy with a scale per key, with a window too.
+const SCALED: [[usize; 5]; 3] = [[160, 8, 1, 190, 3], [50, 32, 1, 330, 1], [70, 20, 1, 1100, 1]];
+
 /// Shapes that the prefill kernel for short windows takes: four heads and more per key/value head,
 /// in part of an item and in several.
 const WINDOWED: [[usize; 5]; 4] =
@@ -158,6 +161,9 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let (shapes, page_keys) = match &module.config {
         Config::Prefix(_) => return None,
         Config::Prefill(prefill) if is_for_windows => (WINDOWED.to_vec(), prefill.box_keys()),
+        Config::Prefill(prefill) if prefill.cache == Cache::Scaled => {
+            ([&PREFILL[..], &SCALED].concat(), prefill.box_keys())
+        }
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(config) if config.lists && config.cache.is_latent() => {
             ([&DECODE[..], &WIDE_GROUPS].concat(), 64)
@@ -167,7 +173,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let less = |keys, values| (head_dim - keys, value_dim - values);
     // Smaller ones: by rows of 16 bytes, another number of values than of keys, and whole blocks.
     let dims = match module.cache() {
-        Cache::Elements | Cache::Bytes => vec![less(0, 0), less(8, 8), less(8, 24)],
+        Cache::Elements | Cache::Scaled | Cache::Bytes => vec![less(0, 0), less(8, 8), less(8, 24)],
         Cache::Latent | Cache::Mla656 => vec![less(0, 0)],
         Cache::Q8_0 | Cache::Q4_0 => vec![less(0, 0), less(32, 32)],
         Cache::Any => vec![less(0, 0), less(8, 8), less(8, 24), less(32, 32)],
@@ -213,6 +219,11 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
             both(DType::I8, Granularity::Token),
             both(DType::E5M2, Granularity::Page),
             both(DType::E4M3, Granularity::Tensor),
+        ],
+        Cache::Scaled => vec![
+            both(DType::I8, Granularity::Token),
+            both(DType::E4M3, Granularity::Page),
+            mixed(DType::E5M2, DType::Q4_0),
         ],
         Cache::Mla656 => vec![CacheSpec {
             v: Some(DType::Mla656Latent),

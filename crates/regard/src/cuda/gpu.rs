@@ -681,7 +681,7 @@ impl Run<'_> {
             // SAFETY: passed on.
             unsafe { self.tile_map(call.plan, &map, &call.attention, &call.parameters)? };
         }
-        let converts = usize::from(call.kernel.cache != Cache::Elements);
+        let converts = usize::from(call.kernel.cache.is_converted());
         let count = 2 + usize::from(maps.is_some()) + converts;
         let launch = call.kernel.launch.with_ctas(call.ctas);
         // SAFETY: the kernel reads these parameters, and maps if it is one that does; the caller
@@ -731,7 +731,7 @@ impl Run<'_> {
         let first = listed.as_ref().map_or(argument(&call.parameters), argument);
         let (cache, rest) = (argument(&call.cache), argument(&call.rest));
         let (mut arguments, count) = match (decode.cache, &maps) {
-            (Cache::Elements, _) => ([first; 3], 1),
+            (Cache::Elements | Cache::Scaled, _) => ([first; 3], 1),
             (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
             (Cache::Latent, None) => ([first, rest, rest], 2),
             (Cache::Any, _) => ([first, cache, rest], 3),

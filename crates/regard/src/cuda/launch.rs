@@ -174,7 +174,9 @@ pub fn tile_map(
 fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &Decode) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Latent | Cache::Mla656 => load_kind(problem, inputs),
+        Cache::Elements | Cache::Scaled | Cache::Latent | Cache::Mla656 => {
+            load_kind(problem, inputs)
+        }
         // Keys and values are read value by value; this is about queries.
         Cache::Any if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         Cache::Any => LoadKind::Elements,
@@ -381,7 +383,7 @@ fn prefill_call<'a>(
     let mut faster = [&plan.specialized].into_iter().chain(&plan.any_scales);
     let (kernel, maps) = faster.find_map(suits).unwrap_or((&plan.fallback, None));
     attention.load_kind = match kernel.cache {
-        Cache::Elements => load_kind(problem, inputs),
+        Cache::Elements | Cache::Scaled => load_kind(problem, inputs),
         // This is about queries.
         _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         _ => LoadKind::Elements,

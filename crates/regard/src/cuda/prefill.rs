@@ -109,12 +109,16 @@ pub(super) fn with_kernels(
     }
 }
 
-/// The kernel on Hopper that multiplies the scores of each key by a scale of its own, over
+/// The fastest kernel on Hopper that multiplies the scores of each key by a scale of its own, over
 /// elements; `None` if there is none for the problem.
 pub(super) fn find_scaled(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    has_wgmma(problem, facts)
-        .then(|| find_module(Family::PrefillSm90, Build::Fallback, problem, facts))
-        .flatten()
+    let find = |build| {
+        let element = Element::from_dtype(problem.dtype);
+        let kind = Kind { build, cache: Cache::Scaled, element };
+        find_kind(Family::PrefillSm90, kind, problem, facts)
+    };
+    let plain = || find(Build::Specialized).filter(|kernel| is_plain(problem) && kernel.exact_dims);
+    has_wgmma(problem, facts).then(|| plain().or_else(|| find(Build::Fallback))).flatten()
 }
 
 /// Whether keys or values of this type are exact in the type of queries; codes without their

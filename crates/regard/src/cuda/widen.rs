@@ -250,7 +250,7 @@ impl Widened {
         // The cache's kernels are faster than copies with a scale per key, if heads share all.
         let prefill = match is_per_head(of_keys) && shares_values {
             true => shared?,
-            false => shared.or(self.scaled.as_ref())?,
+            false => shared.or(self.scaled.as_ref().filter(|_| of_keys.is_some()))?,
         };
         let shares_keys = shared.is_some();
         let copy = |at: usize, dim: usize| copy_of(problem, tokens, workspace + at as u64, dim);
@@ -378,13 +378,18 @@ mod tests {
     #[test]
     fn scales_of_any_granularity_are_copied_too() {
         let over = |key_dtype, value_dtype| Problem { key_dtype, value_dtype, ..base() };
-        let fallback = Some("prefill_bf16_128_128_fallback_sm90");
-        assert_eq!(scaled_module(&base()), fallback);
+        let scaled = Some("prefill_bf16_128_128_scaled_plain_sm90");
+        assert_eq!(scaled_module(&base()), scaled);
+        let mut capped = base();
+        capped.variant.softcap = true;
+        let fallback = Some("prefill_bf16_128_128_scaled_fallback_sm90");
+        assert_eq!(scaled_module(&capped), fallback);
+        assert_eq!(scaled_module(&Problem { head_dim: 120, ..base() }), fallback);
         // Values in blocks are multiplied by their scales.
         let plain = Some("prefill_bf16_128_128_plain_sm90");
         for keys in [DType::BF16, DType::I8] {
             let problem = over(keys, DType::Q4_0);
-            assert_eq!((module(&problem), scaled_module(&problem)), (plain, fallback));
+            assert_eq!((module(&problem), scaled_module(&problem)), (plain, scaled));
         }
         // Blocks have several scales per key, the range of f16 is too small, and other GPUs have no
         // kernel.
@@ -400,7 +405,7 @@ mod tests {
         };
         assert_eq!(rows_per_key(&short(128)), 256);
         assert_eq!(scaled_module(&short(128)), None);
-        assert_eq!(scaled_module(&short(256)), Some("prefill_bf16_256_256_fallback_sm90"));
+        assert_eq!(scaled_module(&short(256)), Some("prefill_bf16_256_256_scaled_plain_sm90"));
     }
 
     #[test]

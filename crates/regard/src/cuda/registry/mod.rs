@@ -137,6 +137,8 @@ pub enum Cache {
     Q4_0,
     /// Any format each, dequantized to the module's type while they are loaded.
     Any,
+    /// As elements of the queries' type, and a scale per key beside them.
+    Scaled,
     /// As elements, and values are the first dims of keys.
     Latent,
     /// As records of `mla656`, whose first dims are the values.
@@ -205,7 +207,9 @@ impl Cache {
     pub const fn sides(self) -> (Storage, Storage) {
         let both = match self {
             Cache::Pair(keys, values) => return (keys, values),
-            Cache::Elements | Cache::Any | Cache::Latent | Cache::Mla656 => Storage::Elements,
+            Cache::Elements | Cache::Scaled | Cache::Any | Cache::Latent | Cache::Mla656 => {
+                Storage::Elements
+            }
             Cache::Bytes => Storage::Bytes,
             Cache::Q8_0 => Storage::Q8_0,
             Cache::Q4_0 => Storage::Q4_0,
@@ -216,7 +220,7 @@ impl Cache {
     /// The number that kernels know it by: `CacheClass` of `cache_class.cuh`.
     const fn number(self) -> usize {
         match self {
-            Cache::Elements | Cache::Latent => 0,
+            Cache::Elements | Cache::Scaled | Cache::Latent => 0,
             Cache::Bytes => 1,
             Cache::Q8_0 => 2,
             Cache::Q4_0 => 3,
@@ -234,11 +238,17 @@ impl Cache {
             Cache::Q8_0 => "q8_0_",
             Cache::Q4_0 => "q4_0_",
             Cache::Any => "any_",
+            Cache::Scaled => "scaled_",
             Cache::Latent => "latent_",
             Cache::Mla656 => "mla656_",
             Cache::Pair(keys, values) => return [keys.name(), values.name()],
         };
         [name, ""]
+    }
+
+    /// Whether prefill converts keys and values on the way into products.
+    pub const fn is_converted(self) -> bool {
+        !matches!(self, Cache::Elements | Cache::Scaled)
     }
 
     /// Whether values are the first dims of keys.
@@ -294,8 +304,8 @@ pub struct DecodeConfig {
 pub struct PrefillConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
-    /// Storage of keys and values: [`Cache::Elements`], [`Cache::Any`] with `mma.sync`, or
-    /// [`Cache::Bytes`] with WGMMA.
+    /// Storage of keys and values: [`Cache::Elements`], [`Cache::Any`]; and with WGMMA
+    /// [`Cache::Bytes`] and [`Cache::Scaled`].
     pub cache: Cache,
     /// Query tokens per tile.
     pub tile_rows: usize,
@@ -564,7 +574,9 @@ impl DecodeConfig {
                     ("RING_STAGES", DecodeConfig::CODES_STAGES),
                 ]);
             }
-            Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),
+            Cache::Elements | Cache::Scaled => {
+                defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
+            }
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
                 defines.push(("CACHE", self.cache.number()));

@@ -37,7 +37,7 @@ impl PrefillConfig {
 
     /// Warpgroups that convert keys and values to 16-bit tiles.
     const fn converters(&self) -> usize {
-        if matches!(self.cache, Cache::Elements) { 0 } else { 1 }
+        self.cache.is_converted() as usize
     }
 
     /// CTAs that a multiprocessor has room for, by registers.
@@ -136,9 +136,11 @@ impl PrefillConfig {
         let pipelines = stages * self.tile_keys * (key_row + value_row);
         let (dims, blocks) =
             (self.operands.head_dim + self.operands.value_dim, self.operands.head_dim / 32);
-        // Codes of a K tile; or rows of two as they are stored, notes of them, and scales of keys.
+        // Codes of a K tile; or rows of two as they are stored, notes of them, and scales of keys;
+        // or scales of keys alone.
         let stored = match self.cache {
             Cache::Any => self.tile_keys * (2 * (2 * dims + 2 * 16 + 2 * 16) + stages * blocks * 4),
+            Cache::Scaled => stages * self.tile_keys * 4,
             _ => self.tile_keys * self.converters() * dims,
         };
         let unstaged = (header + queries + pipelines + stored).next_multiple_of(1024);
@@ -249,8 +251,10 @@ impl PrefillConfig {
         defines.push(("THREADS", self.threads()));
         defines.push(("SHARED_BYTES", self.shared_bytes()));
         defines.push(("MIN_CTAS_PER_SM", self.min_ctas_per_sm()));
-        if !matches!(self.cache, Cache::Elements) {
-            defines.push(("CACHE", self.cache.number()));
+        match self.cache {
+            Cache::Elements => {}
+            Cache::Scaled => defines.push(("SCALES_KEYS", 1)),
+            _ => defines.push(("CACHE", self.cache.number())),
         }
         match self.mainloop {
             Mainloop::Sm80 { .. } | Mainloop::Sm90Window | Mainloop::Sm90Prefix => {}

@@ -391,6 +391,20 @@ impl Rows {
         ]
     }
 
+    /// The prefill modules of a 16-bit type for elements with a scale per key, on Hopper. Of the
+    /// tiles of modules for elements.
+    const fn prefill_scaled(&self) -> [Module; 6] {
+        let (scaled, mainloop) = (Cache::Scaled, sm90(KeyRange::Any));
+        [
+            self.prefill_cache(scaled, Specialized, 64, tile(192, 128), mainloop),
+            self.prefill_cache(scaled, Specialized, 128, tile(128, 128), mainloop).must_not_spill(),
+            self.prefill_cache(scaled, Specialized, 256, tile(128, 80), mainloop).must_not_spill(),
+            self.prefill_cache(scaled, Fallback, 64, tile(128, 128), mainloop),
+            self.prefill_cache(scaled, Fallback, 128, tile(128, 128), mainloop),
+            self.prefill_cache(scaled, Fallback, 256, tile(128, 80), mainloop),
+        ]
+    }
+
     /// The prefill modules of a 16-bit type for caches in any format, for every GPU.
     const fn prefill_any(&self) -> [Module; 4] {
         let any = Cache::Any;
@@ -508,7 +522,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 37] = [
+const LISTS: [List; 38] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -543,6 +557,7 @@ const LISTS: [List; 37] = [
     eight_bit(&F16.prefill_bytes()),
     eight_bit(&BF16.prefill_bytes()),
     eight_bit(&BF16.prefill_stored()),
+    eight_bit(&BF16.prefill_scaled()),
     eight_bit(&F16.prefill_any()),
     eight_bit(&BF16.prefill_any()),
     eight_bit(&F32.prefill_any_f32()),

@@ -10,7 +10,7 @@
 //
 // Files: prefill_sm90_shape.cuh has the shapes and shared memory, prefill_sm90_loader.cuh the producer warps,
 // prefill_softmax.cuh what happens to scores, skeleton.cuh the scheduler warp and the consumers' mainloop. Caches in
-// another type than the queries': code_converter.cuh and stored_converter.cuh.
+// another type than the queries': code_converter.cuh and stored_converter.cuh. Keys with a scale each: key_scales.cuh.
 //
 // The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 // The scale is positive, because maxima are taken before it is applied.
@@ -134,9 +134,22 @@ struct Consumer : SoftmaxWarpgroup {
         mma_pv();
     }
 
-    template <int PENDING> __device__ __forceinline__ void wait_scores() {
+    template <int PENDING> __device__ __forceinline__ void wait_dot_products() {
         hopper::wgmma_wait<PENDING>();
         warpgroup_fence_operand(*(float (*)[KEYS / 2]) & scores);
+    }
+
+    template <int PENDING> __device__ __forceinline__ void wait_scores() {
+        if constexpr (!SCALES_KEYS || SCALES_AFTER_VALUES) {
+            wait_dot_products<PENDING>();
+        } else if constexpr (LOADS_SCALES_EARLY) {
+            LoadedKeyScales scales(key.index, lane);
+            wait_dot_products<PENDING>();
+            scales.multiply(scores);
+        } else {
+            wait_dot_products<PENDING>();
+            LoadedKeyScales(key.index, lane).multiply(scores);
+        }
     }
 
     // P V of the previous K tile is done: release its stage.
@@ -145,20 +158,34 @@ struct Consumer : SoftmaxWarpgroup {
         value.advance();
     }
 
-    // Q K^T of a K tile is done: release its stage.
-    __device__ __forceinline__ void release_keys() {
-        __syncwarp(); // all lanes have read the stage flags
+    // Waits for P V of the previous K tile.
+    __device__ __forceinline__ void wait_values(bool first) {
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(out);
+        if (!first) release_values();
+    }
+
+    __device__ __forceinline__ void release_key_stage() {
+        __syncwarp(); // all lanes have read the stage flags, and scales
         release(shared.key_empty[key.index]);
         key.advance();
+    }
+
+    // Q K^T of a K tile is done: release its stage, unless its scales are still to be read.
+    __device__ __forceinline__ void release_keys() {
+        if constexpr (!SCALES_AFTER_VALUES) release_key_stage();
     }
 
     // P V of the previous K tile is waited for between the score modifications and the exponentials. (ptxas moves the
     // wait before the exponentials from any place in this source; after them measured slower.)
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
+        if constexpr (SCALES_AFTER_VALUES) {
+            wait_values(first);
+            LoadedKeyScales(key.index, lane).multiply(scores);
+            release_key_stage();
+        }
         ScoreTerms terms = modify_scores(view, flags, first);
-        hopper::wgmma_wait<0>();
-        warpgroup_fence_operand(out);
-        if (!first) release_values();
+        if constexpr (!SCALES_AFTER_VALUES) wait_values(first);
         exponentiate_and_sum(view, terms, first);
     }
 

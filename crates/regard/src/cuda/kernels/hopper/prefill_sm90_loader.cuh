@@ -2,6 +2,7 @@
 // caches.
 #pragma once
 #include "common/paging.cuh"
+#include "hopper/key_scales.cuh"
 #include "hopper/prefill_sm90_shape.cuh"
 
 // With paged KV, each lane loads one TMA box: the place of its first key; token -1 if there is nothing to load. Boxes
@@ -24,6 +25,7 @@ template <bool IS_KEYS> struct Producer {
                                          : IS_KEYS ? KEY_OFFSET
                                                    : VALUE_OFFSET;
     static constexpr int STAGE_BYTES = KEYS * CHUNKS * ROW_BYTES;
+    static constexpr int SCALE_BYTES = IS_KEYS && SCALES_KEYS ? KEY_SCALE_BYTES : 0; // beside a stage
     static constexpr int BUFFERS = HAS_CODES ? 1 : STAGES;
     const AttentionParameters &params;
     const PrefillParameters &prefill;
@@ -37,11 +39,14 @@ template <bool IS_KEYS> struct Producer {
     }
 
     // Starts the TMA loads of a K tile.
-    __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, KeyPlace box, unsigned to,
-                                          unsigned barrier) const {
+    __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, KeyPlace box, int stage) const {
+        unsigned to = base + STAGES_OFFSET + stage * STAGE_BYTES, barrier = shared_address(&full(stage));
         if (!params.block_size) {
             if (lane == 0) {
-                hopper::mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
+                hopper::mbarrier_arrive_expect_tx(barrier, STAGE_BYTES + SCALE_BYTES);
+                if constexpr (SCALE_BYTES > 0)
+                    fetch_key_scales(params, prefill.each_key, tile, key_tile,
+                                     base + KEY_SCALES_OFFSET + stage * SCALE_BYTES, barrier);
 #pragma unroll 1
                 for (int c = 0; c < CHUNKS; c++)
                     hopper::tma_load(to + c * KEYS * 128, map, barrier,
@@ -89,8 +94,7 @@ template <bool IS_KEYS> struct Producer {
                 if (IS_KEYS && order.is_last() && lane == 0) shared.queue.request();
                 hopper::mbarrier_wait(shared_address(&empty(stage.index)), stage.phase ^ 1);
                 if (IS_KEYS && lane == 0) flags(stage.index) = stage_flags;
-                fetch(tile, order.current, box, base + STAGES_OFFSET + stage.index * STAGE_BYTES,
-                      shared_address(&full(stage.index)));
+                fetch(tile, order.current, box, stage.index);
                 stage.advance();
                 order.current = order.following;
                 box = following_box;

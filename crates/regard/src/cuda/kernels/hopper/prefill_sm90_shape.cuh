@@ -1,7 +1,8 @@
 // Shapes and shared memory of Hopper prefill (prefill_sm90.cu), and the mbarriers between its warps.
 //
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES (rows of
-// `prefill_sm90` in cuda/registry/tables.rs), and CACHE (common/cache_class.cuh): Elements, Bytes or Any.
+// `prefill_sm90` in cuda/registry/tables.rs), CACHE (common/cache_class.cuh): Elements, Bytes or Any, and SCALES_KEYS:
+// whether a scale of each key lies beside elements (key_scales.cuh).
 #pragma once
 #include "common/cache_class.cuh"
 #include "hopper/code_converter.cuh"
@@ -9,10 +10,15 @@
 #include "hopper/softcap_polynomial.cuh"
 #include "hopper/stored_stages.cuh"
 
+#ifndef SCALES_KEYS
+#define SCALES_KEYS 0
+#endif
+
 // A converter warpgroup turns keys and values into 16-bit tiles: 8-bit codes with one scale per head, which TMA brings
 // (code_converter.cuh); or rows of any formats, as they are in memory (stored_converter.cuh).
 constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes, IS_STORED = CACHE_CLASS == CacheClass::Any;
 static_assert(HAS_CODES || IS_STORED || CACHE_CLASS == CacheClass::Elements, "other classes are for decode");
+static_assert(!SCALES_KEYS || CACHE_CLASS == CacheClass::Elements, "other classes have scales of their own");
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS, CONVERTERS = HAS_CODES || IS_STORED; // warpgroups
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // pipeline stages of keys, and of values
 constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are resident
@@ -50,7 +56,10 @@ constexpr int STORED_BYTES = STORED_KEY_BYTES + STORED_VALUE_BYTES;
 constexpr int NOTES_OFFSET = STORED_OFFSET + STORED_STAGES * STORED_BYTES, NOTE_BYTES = 2 * KEYS * sizeof(RowNote);
 constexpr int SCALES_OFFSET = NOTES_OFFSET + STORED_STAGES * NOTE_BYTES;
 constexpr int SCALES_END = (SCALES_OFFSET + STAGES * BLOCKS * KEYS * 4 + 1023) / 1024 * 1024;
-constexpr int OUT_OFFSET = IS_STORED ? SCALES_END : CODES_OFFSET + KEY_CODE_BYTES + VALUE_CODE_BYTES;
+// Where SCALES_KEYS: for each stage of keys, the scale of each key.
+constexpr int KEY_SCALES_OFFSET = CODES_OFFSET, KEY_SCALE_BYTES = KEYS * 4;
+constexpr int KEY_SCALES_END = (KEY_SCALES_OFFSET + SCALES_KEYS * STAGES * KEY_SCALE_BYTES + 1023) / 1024 * 1024;
+constexpr int OUT_OFFSET = IS_STORED ? SCALES_END : KEY_SCALES_END + KEY_CODE_BYTES + VALUE_CODE_BYTES;
 // The output goes through shared memory and TMA if there is room.
 constexpr bool OUT_STAGED = OUT_OFFSET + CONSUMERS * OUT_BYTES <= hopper::MAX_SHARED_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && OUT_OFFSET + OUT_STAGED * CONSUMERS * OUT_BYTES == SHARED_BYTES,

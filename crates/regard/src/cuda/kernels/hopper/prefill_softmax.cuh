@@ -100,7 +100,6 @@ struct SoftmaxWarpgroup {
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
         ScoreTerms terms = {{scale() * logit_unit, 0.0f, 0.0f, false}, unit, false};
         terms.by_polynomial = FALLBACK && max_allows_polynomial && !first && !recheck_max && !masked;
-        if (FALLBACK && features() & SCALES_KEYS) scale_keys(first_key);
         if (FALLBACK && features() & CAPS) {
             terms.exponent.scale = params.softcap * logit_unit;
             if (!terms.by_polynomial) softcap_scores();
@@ -134,20 +133,6 @@ struct SoftmaxWarpgroup {
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
-    }
-
-    // Multiplies the dot products of each key by its scale.
-    __device__ __forceinline__ void scale_keys(int first_key) {
-        const PrefillTile &tile = current_tile();
-        const float *scales = (const float *)prefill.each_key.pointer +
-                              ((long long)tile.sequence * params.kv_heads + tile.kv_head) * prefill.each_key.stride +
-                              first_key + 2 * (lane & 3);
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++) {
-            float2 pair = __ldg((const float2 *)(scales + 8 * j));
-            scores[j][0] *= pair.x, scores[j][1] *= pair.y;
-            scores[j][2] *= pair.x, scores[j][3] *= pair.y;
-        }
     }
 
     // Softcap. `tanh.approx` errs by 2^-11, which shows in the LSE.

@@ -280,8 +280,7 @@ enum ScoreFeature {
     ADDS_MASK = 8,
     HIDES_BY_MASK = 16,
     HIDES_BY_TREE = 32,
-    HAS_UNEVEN_ROWS = 64,
-    SCALES_KEYS = 128
+    HAS_UNEVEN_ROWS = 64
 };
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params,
@@ -292,8 +291,7 @@ static __device__ __forceinline__ int score_features(const AttentionParameters &
                    (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window.right > 0 ? SLOPES_BOTH_WAYS : 0) |
-           (params.tree_mask ? HIDES_BY_TREE : 0) | (has_uneven_ranges(params) ? HAS_UNEVEN_ROWS : 0) |
-           (prefill.each_key.pointer ? SCALES_KEYS : 0);
+           (params.tree_mask ? HIDES_BY_TREE : 0) | (has_uneven_ranges(params) ? HAS_UNEVEN_ROWS : 0);
 }
 
 // Terms that are folded into the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of
