@@ -45,7 +45,7 @@ const MAX_TILE_KEYS: usize = 128;
 const ROWS_BESIDE_CODES: usize = 1200;
 const ROWS_BESIDE_CODES_WIDE: usize = 600;
 const ROWS_BESIDE_STORED: usize = 256;
-const ROWS_BESIDE_STORED_SCALED: usize = 600;
+const ROWS_BESIDE_STORED_SCALED: usize = 128;
 const ROWS_BESIDE_SM80: usize = 100;
 
 /// The problem of the kernels over elements.
@@ -398,12 +398,12 @@ mod tests {
         assert!(launches(&base(), "a100").widened.unwrap().scaled.is_none());
         // The kernel over codes with their scales is that for any formats, or `mma.sync`.
         let short = |head_dim| Problem {
-            query_len: 64,
+            query_len: 30,
             head_dim,
             value_dim: head_dim,
             ..over(DType::I8, DType::I8)
         };
-        assert_eq!(rows_per_key(&short(128)), 256);
+        assert_eq!(rows_per_key(&short(128)), 120);
         assert_eq!(scaled_module(&short(128)), None);
         assert_eq!(scaled_module(&short(256)), Some("prefill_bf16_256_256_scaled_plain_sm90"));
     }

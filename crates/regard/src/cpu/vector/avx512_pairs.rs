@@ -4,8 +4,8 @@
 #![allow(clippy::needless_range_loop, reason = "a build without LTO does not inline `zip`")]
 #![allow(
     unsafe_op_in_unsafe_fn,
-    reason = "each function is a few instructions under one contract: an unsafe block in each would \
-              add nothing"
+    reason = "each function is a few instructions under one contract: an unsafe block in each \
+              would add nothing"
 )]
 
 use super::avx512_bf16;
