@@ -221,8 +221,8 @@ unsafe fn transposed_dwords(rows: &[*const u8; 16], offset: usize) -> [__m512i; 
 #[inline(always)]
 pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> __m512 {
     let mut numbers = [0u16; 16];
-    for (number, row) in numbers.iter_mut().zip(rows) {
-        *number = row.wrapping_add(offset).cast::<u16>().read_unaligned();
+    for i in 0..16 {
+        numbers[i] = rows[i].wrapping_add(offset).cast::<u16>().read_unaligned();
     }
     _mm512_cvtph_ps(_mm256_loadu_si256(numbers.as_ptr().cast()))
 }
