@@ -204,19 +204,14 @@ fn run_prepared(
         problem,
     };
     let runner = Runner { schedule: &schedule, layout: &cpu.layout, base, compiled, call: &call };
-    let kernel = plan.choice().kernel;
-    let in_f32 = |walk: KeyWalk| match walk {
-        // CPUs with AMX multiply f32 faster than pairs of bf16, and only packed tiles use AMX.
-        KeyWalk::Stream => kernel == Kernel::CpuAmx,
-        // Of these two, only packed tiles hold blocks in bf16.
-        KeyWalk::Verify => kernel == Kernel::CpuAmx || cpu.tiling.packs_blocks,
-        KeyWalk::Tile | KeyWalk::Amx => false,
+    // CPUs with AMX multiply f32 faster than pairs of bf16, and only packed tiles use AMX.
+    let streams = plan.choice().kernel == Kernel::CpuAmx;
+    // Verification has no products of blocks in bf16.
+    let f32_code = match streams || cpu.tiling.packs_blocks {
+        true => self::compiled(Kernel::Cpu(Level::Avx512)),
+        false => None,
     };
-    let f32_products = match kernel {
-        Kernel::CpuAmx | Kernel::CpuBf16 => self::compiled(Kernel::Cpu(Level::Avx512)),
-        _ => None,
-    };
-    match f32_products {
+    match f32_code {
         Some(compiled) => {
             let call = Call {
                 products: &compiled.products,
@@ -224,8 +219,8 @@ fn run_prepared(
                 write_output: compiled.write_output,
                 ..call.clone()
             };
-            let other = OtherCode { compiled, call: &call, runs: &in_f32 };
-            runner.run(Some(&other), cpu.workers, executor);
+            let in_f32 = F32Products { compiled, call: &call, streams };
+            runner.run(Some(&in_f32), cpu.workers, executor);
         }
         None => runner.run(None, cpu.workers, executor),
     }
@@ -263,17 +258,24 @@ struct Runner<'a> {
     call: &'a Call<'a>,
 }
 
-/// The code and call of items with some walks, where they differ from those of the other items.
-struct OtherCode<'a> {
+/// The code and call of items that multiply f32 in a plan whose other items multiply bf16:
+/// verification, and streaming if `streams`.
+struct F32Products<'a> {
     compiled: &'static Compiled,
     call: &'a Call<'a>,
-    runs: &'a (dyn Fn(KeyWalk) -> bool + Sync),
+    streams: bool,
+}
+
+impl F32Products<'_> {
+    fn takes(&self, walk: KeyWalk) -> bool {
+        walk == KeyWalk::Verify || self.streams && walk == KeyWalk::Stream
+    }
 }
 
 impl Runner<'_> {
     /// Runs all items on up to `workers` threads, or on fewer if they are not worth as many.
-    fn run(&self, other: Option<&OtherCode>, workers: usize, executor: &dyn Executor) {
-        let work = |worker| self.run_items(other, worker);
+    fn run(&self, in_f32: Option<&F32Products>, workers: usize, executor: &dyn Executor) {
+        let work = |worker| self.run_items(in_f32, worker);
         let workers = workers.min(self.schedule.items()).min(self.schedule.workers());
         if workers > 1 {
             let next_worker = AtomicUsize::new(0);
@@ -290,11 +292,11 @@ impl Runner<'_> {
     }
 
     /// Runs items until none is left, with the scratch of `worker`.
-    fn run_items(&self, other: Option<&OtherCode>, worker: usize) {
+    fn run_items(&self, in_f32: Option<&F32Products>, worker: usize) {
         let scratch = self.base.at(self.layout.scratch + worker * self.layout.scratch_bytes);
         while let Some(item) = self.schedule.next() {
-            let (compiled, call) = match other {
-                Some(other) if (other.runs)(item.walk) => (other.compiled, other.call),
+            let (compiled, call) = match in_f32 {
+                Some(in_f32) if in_f32.takes(item.walk) => (in_f32.compiled, in_f32.call),
                 _ => (self.compiled, self.call),
             };
             let run_item = |item: &Item| {

@@ -278,6 +278,7 @@ unsafe fn block_dots<V: Vector, E: RowFormat, const M: usize>(work: &Dots) {
         }
     }
     for (group, addresses) in work.keys.chunks(V::LANES).enumerate() {
+        // Not by index as in `dots`, which would check the bounds of 16 indices.
         let mut keys = [addresses[addresses.len() - 1]; 16];
         match <&[*const u8; 16]>::try_from(addresses) {
             Ok(addresses) => keys = *addresses,
@@ -294,7 +295,7 @@ unsafe fn block_dots<V: Vector, E: RowFormat, const M: usize>(work: &Dots) {
                 for _ in 0..lines_per_step {
                     cursor.prefetch_line::<V>(&work.prefetch);
                 }
-                let offset = block * E::BLOCK_BYTES;
+                let offset = block * size_of::<E>();
                 let pairs = V::block_columns(E::PAIRS, &keys, offset);
                 let scales = V::gather_f16(&keys, offset);
                 let mut parts = [[zero; 4]; M];

@@ -8,16 +8,18 @@ use half::{bf16, f16};
 use std::mem::offset_of;
 
 /// The storage of a row.
-pub trait RowFormat {
-    /// Values that share a scale inside the row; 0 if there is none.
+pub trait RowFormat: Sized {
+    /// Values of a block, which begins with their scale; 0 if there are no blocks. `Self` is a
+    /// block, or else a value.
     const BLOCK: usize = 0;
-    /// Bytes of such a block. It begins with its scale.
-    const BLOCK_BYTES: usize = 0;
-    /// The format as which it is read in pairs.
+    /// The format of its pairs, if products multiply pairs of bf16.
     const PAIRS: PairFormat = PairFormat::Bf16;
 
     /// Bytes in front of value `first`, or in front of its block.
-    fn offset(first: usize) -> usize;
+    #[inline(always)]
+    fn offset(first: usize) -> usize {
+        first.checked_div(Self::BLOCK).unwrap_or(first) * size_of::<Self>()
+    }
 
     /// The scale of the block that starts at value `first`.
     ///
@@ -40,11 +42,6 @@ macro_rules! floats {
     ($type:ty, $load:ident) => {
         impl RowFormat for $type {
             #[inline(always)]
-            fn offset(first: usize) -> usize {
-                first * size_of::<Self>()
-            }
-
-            #[inline(always)]
             unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
                 // SAFETY: same contract.
                 unsafe { V::$load(row.cast::<$type>().add(first)) }
@@ -62,11 +59,6 @@ macro_rules! codes {
             const PAIRS: PairFormat = PairFormat::$pairs;
 
             #[inline(always)]
-            fn offset(first: usize) -> usize {
-                first
-            }
-
-            #[inline(always)]
             unsafe fn load<V: Vector>(row: *const u8, first: usize, _scale: V) -> V {
                 // SAFETY: same contract.
                 unsafe { V::$load(row.cast::<$type>().add(first)) }
@@ -77,25 +69,13 @@ macro_rules! codes {
 codes!(i8, load_i8, I8);
 codes!(E4m3, load_e4m3, E4m3);
 
-/// The bytes of the block that holds value `first` of a row.
-#[inline(always)]
-fn block_of<Block>(row: *const u8, first: usize) -> *const u8 {
-    row.cast::<Block>().wrapping_add(first / BLOCK_VALUES).cast()
-}
-
 impl RowFormat for BlockQ8_0 {
     const BLOCK: usize = BLOCK_VALUES;
-    const BLOCK_BYTES: usize = size_of::<Self>();
     const PAIRS: PairFormat = PairFormat::Q8_0;
 
     #[inline(always)]
-    fn offset(first: usize) -> usize {
-        first / BLOCK_VALUES * size_of::<Self>()
-    }
-
-    #[inline(always)]
     unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
-        let scale = block_of::<Self>(row, first).wrapping_add(offset_of!(Self, scale));
+        let scale = row.wrapping_add(Self::offset(first)).wrapping_add(offset_of!(Self, scale));
         // SAFETY: same contract.
         unsafe { V::splat_f16(scale.cast()) }
     }
@@ -103,7 +83,7 @@ impl RowFormat for BlockQ8_0 {
     #[inline(always)]
     unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V {
         let within = offset_of!(Self, codes) + first % BLOCK_VALUES;
-        let codes = block_of::<Self>(row, first).wrapping_add(within);
+        let codes = row.wrapping_add(Self::offset(first)).wrapping_add(within);
         // SAFETY: same contract.
         unsafe { scale.mul(V::load_i8(codes.cast())) }
     }
@@ -111,17 +91,11 @@ impl RowFormat for BlockQ8_0 {
 
 impl RowFormat for BlockQ4_0 {
     const BLOCK: usize = BLOCK_VALUES;
-    const BLOCK_BYTES: usize = size_of::<Self>();
     const PAIRS: PairFormat = PairFormat::Q4_0;
 
     #[inline(always)]
-    fn offset(first: usize) -> usize {
-        first / BLOCK_VALUES * size_of::<Self>()
-    }
-
-    #[inline(always)]
     unsafe fn block_scale<V: Vector>(row: *const u8, first: usize) -> V {
-        let scale = block_of::<Self>(row, first).wrapping_add(offset_of!(Self, scale));
+        let scale = row.wrapping_add(Self::offset(first)).wrapping_add(offset_of!(Self, scale));
         // SAFETY: same contract.
         unsafe { V::splat_f16(scale.cast()) }
     }
@@ -130,7 +104,7 @@ impl RowFormat for BlockQ4_0 {
     unsafe fn load<V: Vector>(row: *const u8, first: usize, scale: V) -> V {
         const HALF: usize = BLOCK_VALUES / 2;
         let within = offset_of!(Self, nibbles) + first % HALF;
-        let nibbles = block_of::<Self>(row, first).wrapping_add(within);
+        let nibbles = row.wrapping_add(Self::offset(first)).wrapping_add(within);
         // SAFETY: same contract. A half of a block holds whole vectors.
         let [low, high] = unsafe { V::load_nibbles(nibbles, scale) };
         if first % BLOCK_VALUES < HALF { low } else { high }

@@ -153,7 +153,7 @@ unsafe fn compute_weights<V: Vector, E: RowFormat, const M: usize, const N: usiz
                 // SAFETY: same contract. A block begins with its scale.
                 unsafe {
                     let value = (*work.values.as_ptr().add(first + i)).wrapping_offset(offset);
-                    let scale = value.wrapping_add(block * E::BLOCK_BYTES).cast::<f16>();
+                    let scale = value.wrapping_add(block * size_of::<E>()).cast::<f16>();
                     scales[block][i] = scale.read_unaligned();
                 }
             }

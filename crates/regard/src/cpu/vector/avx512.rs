@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
-pub struct Avx512(__m512);
+pub struct Avx512(pub(super) __m512);
 
 /// Permutation indices that interleave two vectors of 32 bf16: the low half of the result, then the
 /// high half.
@@ -99,10 +99,7 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     unsafe fn convert_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
-        match avx512_vbmi::is_available() {
-            true => avx512_vbmi::convert_e4m3_pairs(from, to, count),
-            false => 0,
-        }
+        avx512_vbmi::convert_e4m3_pairs(from, to, count)
     }
     #[inline(always)]
     unsafe fn load_e5m2(from: *const E5m2) -> Self {
@@ -356,23 +353,15 @@ impl Vector for Avx512 {
         first: usize,
         count: usize,
     ) -> [Self; 2] {
-        let [low, high] = avx512_pairs::load(format, row, first, count);
-        [Avx512(low), Avx512(high)]
+        avx512_pairs::load(format, row, first, count)
     }
     #[inline(always)]
     unsafe fn arrange_pairs(format: PairFormat, pairs: [Self; 2]) -> [Self; 2] {
-        let [low, high] = avx512_pairs::arrange(format, [pairs[0].0, pairs[1].0]);
-        [Avx512(low), Avx512(high)]
+        avx512_pairs::arrange(format, pairs)
     }
     #[inline(always)]
     unsafe fn interleave_rows(format: PairFormat, rows: [*const u8; 2], to: &mut [Self]) {
-        if format == PairFormat::Bf16 {
-            return Self::interleave_all(rows[0].cast(), rows[1].cast(), to);
-        }
-        let pairs = avx512_pairs::interleave(format, rows, to.len());
-        for (n, to) in to.iter_mut().enumerate() {
-            *to = Avx512(pairs[n]);
-        }
+        avx512_pairs::interleave(format, rows, to)
     }
     #[inline(always)]
     unsafe fn block_columns(
@@ -380,20 +369,15 @@ impl Vector for Avx512 {
         keys: &[*const u8; 16],
         offset: usize,
     ) -> [Self; 16] {
-        let columns = avx512_pairs::columns(format, keys, offset);
-        let mut pairs = [Avx512(_mm512_setzero_ps()); 16];
-        for i in 0..16 {
-            pairs[i] = Avx512(columns[i]);
-        }
-        pairs
+        avx512_pairs::columns(format, keys, offset)
     }
     #[inline(always)]
     unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> Self {
-        Avx512(avx512_pairs::arrange_block(format, elements))
+        avx512_pairs::arrange_block(format, elements)
     }
     #[inline(always)]
     unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Self {
-        Avx512(avx512_pairs::gather_f16(rows, offset))
+        avx512_pairs::gather_f16(rows, offset)
     }
 }
 

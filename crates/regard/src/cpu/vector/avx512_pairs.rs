@@ -8,11 +8,12 @@
               would add nothing"
 )]
 
+use super::avx512::Avx512;
 use super::avx512_bf16;
-use super::avx512_vbmi::{E4M3_BYTES, TRANSPOSED_DWORDS};
-use super::{PairFormat, UNIT_DIMS};
+use super::avx512_vbmi::{TRANSPOSED_DWORDS, e4m3_words, load_512, unpack};
+use super::{PairFormat, UNIT_DIMS, Vector};
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0};
-use half::bf16;
+use half::{bf16, f16};
 use std::arch::x86_64::*;
 use std::mem::offset_of;
 
@@ -22,11 +23,9 @@ static I8_BYTES: [[[u8; 128]; 2]; 2] = {
     let mut bytes = [[[0; 128]; 2]; 2];
     let mut index = 0;
     while index < 128 {
-        // Exact in bf16: the upper half of the f32.
-        let positive = (index as f32).to_bits() >> 16;
-        let negative = (index as f32 - 128.0).to_bits() >> 16;
-        [bytes[0][0][index], bytes[0][1][index]] = (positive as u16).to_le_bytes();
-        [bytes[1][0][index], bytes[1][1][index]] = (negative as u16).to_le_bytes();
+        let (positive, negative) = (index as f32, index as f32 - 128.0);
+        [bytes[0][0][index], bytes[0][1][index]] = bf16::from_f32_const(positive).to_le_bytes();
+        [bytes[1][0][index], bytes[1][1][index]] = bf16::from_f32_const(negative).to_le_bytes();
         index += 1;
     }
     bytes
@@ -34,11 +33,11 @@ static I8_BYTES: [[[u8; 128]; 2]; 2] = {
 
 /// The codes of `q4_0` as bf16, twice: VPERMW takes the low five bits of an index, and the fifth
 /// is of another code.
-static Q4_0_AS_BF16: [u16; 32] = {
-    let mut values = [0; 32];
+static Q4_0_AS_BF16: [bf16; 32] = {
+    let mut values = [bf16::ZERO; 32];
     let mut index = 0;
     while index < 32 {
-        values[index] = (((index % 16) as f32 - 8.0).to_bits() >> 16) as u16;
+        values[index] = bf16::from_f32_const((index % 16) as f32 - 8.0);
         index += 1;
     }
     values
@@ -90,7 +89,7 @@ static Q4_0_ORDER: [u16; 32] = {
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usize) -> [__m512; 2] {
+pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usize) -> [Avx512; 2] {
     let [low, high] = match format {
         PairFormat::Bf16 => {
             let from = row.cast::<bf16>().add(first);
@@ -111,7 +110,7 @@ pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usiz
         PairFormat::I8 => {
             let from = row.add(first);
             let codes = |i: usize| match i < count {
-                true => i8_as_floats(_mm_loadu_si128(from.add(i).cast())),
+                true => Avx512::load_i8(from.add(i).cast()).0,
                 false => _mm512_setzero_ps(),
             };
             let low = avx512_bf16::join(codes(0), codes(16));
@@ -121,7 +120,7 @@ pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usiz
         PairFormat::E4m3 => e4m3_words(load_codes(row.add(first), count)),
         PairFormat::Q8_0 | PairFormat::Q4_0 => unreachable!("block_columns takes them"),
     };
-    [as_floats(low), as_floats(high)]
+    [as_vector(low), as_vector(high)]
 }
 
 /// [`Vector::arrange_pairs`](super::Vector::arrange_pairs).
@@ -129,13 +128,14 @@ pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usiz
 /// # Safety
 /// The enclosing function enables AVX-512F.
 #[inline(always)]
-pub unsafe fn arrange(format: PairFormat, pairs: [__m512; 2]) -> [__m512; 2] {
-    let [low, high] = pairs;
+pub unsafe fn arrange(format: PairFormat, pairs: [Avx512; 2]) -> [Avx512; 2] {
+    let [low, high] = [pairs[0].0, pairs[1].0];
     match format {
         PairFormat::Bf16 | PairFormat::I8 => pairs,
         // Unpacking bytes took each 16 codes to the same 128-bit lane of both vectors.
         PairFormat::E4m3 => {
-            [_mm512_shuffle_f32x4::<0x88>(low, high), _mm512_shuffle_f32x4::<0xdd>(low, high)]
+            let even_lanes = _mm512_shuffle_f32x4::<0x88>(low, high);
+            [Avx512(even_lanes), Avx512(_mm512_shuffle_f32x4::<0xdd>(low, high))]
         }
         PairFormat::Q8_0 | PairFormat::Q4_0 => unreachable!("arrange_block takes them"),
     }
@@ -146,8 +146,8 @@ pub unsafe fn arrange(format: PairFormat, pairs: [__m512; 2]) -> [__m512; 2] {
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize) -> [__m512; 16] {
-    let mut pairs = [_mm512_setzero_ps(); 16];
+pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize) -> [Avx512; 16] {
+    let mut pairs = [as_vector(_mm512_setzero_si512()); 16];
     match format {
         PairFormat::Q8_0 => {
             let order = load_512(HALVES_OF_DWORDS.as_ptr());
@@ -156,8 +156,8 @@ pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize)
                 let dwords = transposed_dwords(keys, codes);
                 for i in 0..4 {
                     let [low, high] = i8_words(_mm512_shuffle_epi8(dwords[i], order));
-                    pairs[8 * part + 2 * i] = as_floats(low);
-                    pairs[8 * part + 2 * i + 1] = as_floats(high);
+                    pairs[8 * part + 2 * i] = as_vector(low);
+                    pairs[8 * part + 2 * i + 1] = as_vector(high);
                 }
             }
         }
@@ -166,10 +166,10 @@ pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize)
             for i in 0..4 {
                 let [first, second] = nibbles(dwords[i]);
                 let [third, fourth] = nibbles(_mm512_srli_epi16::<8>(dwords[i]));
-                pairs[4 * i] = as_floats(first);
-                pairs[4 * i + 1] = as_floats(second);
-                pairs[4 * i + 2] = as_floats(third);
-                pairs[4 * i + 3] = as_floats(fourth);
+                pairs[4 * i] = as_vector(first);
+                pairs[4 * i + 1] = as_vector(second);
+                pairs[4 * i + 2] = as_vector(third);
+                pairs[4 * i + 3] = as_vector(fourth);
             }
         }
         _ => unreachable!("they have no blocks"),
@@ -182,10 +182,10 @@ pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize)
 /// # Safety
 /// The enclosing function enables AVX-512BW.
 #[inline(always)]
-pub unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> __m512 {
+pub unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> Avx512 {
     let pairs = load_512(elements.cast());
     let order = load_512(Q4_0_ORDER.as_ptr().cast());
-    as_floats(match format {
+    as_vector(match format {
         PairFormat::Q4_0 => _mm512_permutexvar_epi16(order, pairs),
         _ => pairs,
     })
@@ -219,12 +219,12 @@ unsafe fn transposed_dwords(rows: &[*const u8; 16], offset: usize) -> [__m512i; 
 /// # Safety
 /// As there. The enclosing function enables AVX-512F.
 #[inline(always)]
-pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> __m512 {
-    let mut numbers = [0u16; 16];
+pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Avx512 {
+    let mut numbers = [f16::ZERO; 16];
     for i in 0..16 {
-        numbers[i] = rows[i].wrapping_add(offset).cast::<u16>().read_unaligned();
+        numbers[i] = rows[i].wrapping_add(offset).cast::<f16>().read_unaligned();
     }
-    _mm512_cvtph_ps(_mm256_loadu_si256(numbers.as_ptr().cast()))
+    Avx512::load_f16(numbers.as_ptr())
 }
 
 /// [`Vector::interleave_rows`](super::Vector::interleave_rows).
@@ -232,14 +232,12 @@ pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> __m512 {
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], vectors: usize) -> [__m512; 4] {
+pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], to: &mut [Avx512]) {
     let [low, high] = rows;
-    let count = vectors * 16;
     match format {
-        PairFormat::Bf16 => unreachable!("Vector::interleave_all takes them"),
+        PairFormat::Bf16 => Avx512::interleave_all(low.cast(), high.cast(), to),
         PairFormat::I8 | PairFormat::Q8_0 => {
-            let mut pairs = [_mm512_setzero_ps(); 4];
-            for n in 0..vectors {
+            for n in 0..to.len() {
                 let from = match format {
                     PairFormat::I8 => 16 * n,
                     _ => {
@@ -248,20 +246,26 @@ pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], vectors: usiz
                     }
                 };
                 // Codes are exact in bf16: the upper half of their f32.
-                let bits = |row: *const u8| {
-                    _mm512_castps_si512(i8_as_floats(_mm_loadu_si128(row.add(from).cast())))
-                };
+                let bits =
+                    |row: *const u8| _mm512_castps_si512(Avx512::load_i8(row.add(from).cast()).0);
                 let (low, high) = (_mm512_srli_epi32::<16>(bits(low)), bits(high));
                 // low | (high & upper half)
                 let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
-                pairs[n] = as_floats(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper));
+                to[n] = as_vector(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper));
             }
-            pairs
         }
-        PairFormat::E4m3 => interleave_e4m3(load_codes(low, count), load_codes(high, count)),
+        PairFormat::E4m3 => {
+            let order = load_512(TRANSPOSED_DWORDS.as_ptr().cast());
+            let codes = |row| _mm512_permutexvar_epi32(order, load_codes(row, 16 * to.len()));
+            let [first, second] = unpack(codes(low), codes(high));
+            let ([a, b], [c, d]) = (e4m3_words(first), e4m3_words(second));
+            let pairs = [a, b, c, d];
+            for n in 0..to.len() {
+                to[n] = as_vector(pairs[n]);
+            }
+        }
         PairFormat::Q4_0 => {
-            let mut pairs = [_mm512_setzero_ps(); 4];
-            for n in 0..count.div_ceil(BLOCK_VALUES) {
+            for n in 0..to.len().div_ceil(2) {
                 let bytes = |row: *const u8| {
                     let block = row.cast::<BlockQ4_0>().add(n).cast::<u8>();
                     let bytes = block.add(offset_of!(BlockQ4_0, nibbles));
@@ -270,17 +274,13 @@ pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], vectors: usiz
                 let order = load_512(INTERLEAVED_BYTES.as_ptr());
                 let words = _mm512_permutex2var_epi8(bytes(low), order, bytes(high));
                 let [low_nibbles, high_nibbles] = nibbles(words);
-                pairs[2 * n] = as_floats(low_nibbles);
-                pairs[2 * n + 1] = as_floats(high_nibbles);
+                to[2 * n] = as_vector(low_nibbles);
+                if 2 * n + 1 < to.len() {
+                    to[2 * n + 1] = as_vector(high_nibbles);
+                }
             }
-            pairs
         }
     }
-}
-
-#[inline(always)]
-unsafe fn load_512(from: *const u8) -> __m512i {
-    _mm512_loadu_si512(from.cast())
 }
 
 /// `count` bytes, and zeros.
@@ -290,25 +290,6 @@ unsafe fn load_codes(from: *const u8, count: usize) -> __m512i {
         UNIT_DIMS => load_512(from),
         _ => _mm512_maskz_loadu_epi8(u64::MAX >> (UNIT_DIMS - count), from.cast()),
     }
-}
-
-/// 16 codes of an `i8` cache.
-#[inline(always)]
-unsafe fn i8_as_floats(codes: __m128i) -> __m512 {
-    _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))
-}
-
-/// Words of bytes: those of the first eight bytes per 128-bit lane, and of the others.
-#[inline(always)]
-unsafe fn unpack(low: __m512i, high: __m512i) -> [__m512i; 2] {
-    [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
-}
-
-/// 64 bytes that `indices` selects from a table of 128.
-#[inline(always)]
-unsafe fn look_up(table: &[u8; 128], indices: __m512i) -> __m512i {
-    let (first, second) = (load_512(table.as_ptr()), load_512(table.as_ptr().add(64)));
-    _mm512_permutex2var_epi8(first, indices, second)
 }
 
 /// 64 codes of an `i8` cache as bf16, unpacked.
@@ -328,16 +309,6 @@ unsafe fn i8_words(codes: __m512i) -> [__m512i; 2] {
     unpack(byte(0), byte(1))
 }
 
-/// 64 `e4m3` codes as bf16, unpacked.
-#[inline(always)]
-unsafe fn e4m3_words(codes: __m512i) -> [__m512i; 2] {
-    let [high_bytes, low_bytes] = &E4M3_BYTES;
-    let high = look_up(high_bytes, codes);
-    // high | (codes & sign)
-    let sign = _mm512_set1_epi8(i8::MIN);
-    unpack(look_up(low_bytes, codes), _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign))
-}
-
 /// The codes in bits 0 to 3 of each word, and in bits 4 to 7.
 #[inline(always)]
 unsafe fn nibbles(words: __m512i) -> [__m512i; 2] {
@@ -346,20 +317,9 @@ unsafe fn nibbles(words: __m512i) -> [__m512i; 2] {
     [_mm512_permutexvar_epi16(words, values), _mm512_permutexvar_epi16(high, values)]
 }
 
-/// 64 `e4m3` codes of two rows in pairs.
 #[inline(always)]
-unsafe fn interleave_e4m3(low: __m512i, high: __m512i) -> [__m512; 4] {
-    let order = load_512(TRANSPOSED_DWORDS.as_ptr().cast());
-    let low = _mm512_permutexvar_epi32(order, low);
-    let high = _mm512_permutexvar_epi32(order, high);
-    let [first, second] = unpack(low, high);
-    let ([a, b], [c, d]) = (e4m3_words(first), e4m3_words(second));
-    [as_floats(a), as_floats(b), as_floats(c), as_floats(d)]
-}
-
-#[inline(always)]
-unsafe fn as_floats(bits: __m512i) -> __m512 {
-    _mm512_castsi512_ps(bits)
+unsafe fn as_vector(bits: __m512i) -> Avx512 {
+    Avx512(_mm512_castsi512_ps(bits))
 }
 
 #[cfg(test)]
@@ -396,7 +356,7 @@ mod tests {
         bf16::from_f32(code).to_bits()
     }
 
-    fn bits(pairs: __m512) -> [u16; 32] {
+    fn bits(pairs: Avx512) -> [u16; 32] {
         // SAFETY: both types are 64 bytes of plain bits.
         unsafe { std::mem::transmute(pairs) }
     }
@@ -442,7 +402,11 @@ mod tests {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
     unsafe fn interleaved(format: PairFormat, rows: [&Row; 2], vectors: usize) -> [[u16; 32]; 4] {
         // SAFETY: this function enables the features. Rows have 64 values.
-        unsafe { interleave(format, rows.map(|row| row.as_ptr()), vectors).map(bits) }
+        unsafe {
+            let mut pairs = [Avx512::splat(0.0); 4];
+            interleave(format, rows.map(|row| row.as_ptr()), &mut pairs[..vectors]);
+            pairs.map(bits)
+        }
     }
 
     #[test]

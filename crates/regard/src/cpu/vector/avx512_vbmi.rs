@@ -26,7 +26,7 @@ static E4M3_AS_BF16: [u16; 128] = {
 };
 
 /// The upper and the lower byte of each nonnegative e4m3 code's value as bf16.
-pub(super) static E4M3_BYTES: [[u8; 128]; 2] = {
+static E4M3_BYTES: [[u8; 128]; 2] = {
     let mut bytes = [[0; 128]; 2];
     let mut code = 0;
     while code < 128 {
@@ -49,6 +49,46 @@ pub fn is_available() -> bool {
     is_x86_feature_detected!("avx512vbmi")
 }
 
+/// # Safety
+/// The enclosing function enables AVX-512F; `from` holds 64 bytes.
+#[inline(always)]
+pub(super) unsafe fn load_512(from: *const u8) -> __m512i {
+    // SAFETY: same contract.
+    unsafe { _mm512_loadu_si512(from.cast()) }
+}
+
+/// Unpacks bytes to words, of these lower and upper bytes: the first eight of each 128-bit lane,
+/// and the other eight.
+///
+/// # Safety
+/// The enclosing function enables AVX-512BW.
+#[inline(always)]
+pub(super) unsafe fn unpack(low: __m512i, high: __m512i) -> [__m512i; 2] {
+    // SAFETY: same contract.
+    unsafe { [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)] }
+}
+
+/// 64 `e4m3` codes as bf16, unpacked.
+///
+/// # Safety
+/// The enclosing function enables AVX-512BW and AVX512_VBMI.
+#[inline(always)]
+pub(super) unsafe fn e4m3_words(codes: __m512i) -> [__m512i; 2] {
+    // SAFETY: same contract; both tables have 128 bytes.
+    unsafe {
+        let [high_bytes, low_bytes] = &E4M3_BYTES;
+        let high_first = load_512(high_bytes.as_ptr());
+        let high_second = load_512(high_bytes.as_ptr().add(64));
+        let low_first = load_512(low_bytes.as_ptr());
+        let low_second = load_512(low_bytes.as_ptr().add(64));
+        let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
+        let low = _mm512_permutex2var_epi8(low_first, codes, low_second);
+        // high | (codes & sign)
+        let sign = _mm512_set1_epi8(i8::MIN);
+        unpack(low, _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign))
+    }
+}
+
 /// Converts whole groups of 64 codes to f32. Returns the number of converted codes.
 ///
 /// # Safety
@@ -57,23 +97,13 @@ pub fn is_available() -> bool {
 pub unsafe fn convert_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
     // SAFETY: groups of 64 inside the row.
     unsafe {
-        let [high_bytes, low_bytes] = &E4M3_BYTES;
-        let high_first = _mm512_loadu_si512(high_bytes.as_ptr().cast());
-        let high_second = _mm512_loadu_si512(high_bytes.as_ptr().add(64).cast());
-        let low_first = _mm512_loadu_si512(low_bytes.as_ptr().cast());
-        let low_second = _mm512_loadu_si512(low_bytes.as_ptr().add(64).cast());
         let order = _mm512_loadu_si512(TRANSPOSED_DWORDS.as_ptr().cast());
-        let (sign, zero) = (_mm512_set1_epi8(i8::MIN), _mm512_setzero_si512());
+        let zero = _mm512_setzero_si512();
         let full = count / 64 * 64;
         for i in (0..full).step_by(64) {
             let codes = _mm512_loadu_si512(from.add(i).cast());
             let codes = _mm512_permutexvar_epi32(order, codes);
-            let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
-            let low = _mm512_permutex2var_epi8(low_first, codes, low_second);
-            // high | (codes & sign)
-            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign);
-            let words = [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)];
-            for (half, words) in words.into_iter().enumerate() {
+            for (half, words) in e4m3_words(codes).into_iter().enumerate() {
                 let to = to.add(i + 32 * half);
                 _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi16(zero, words));
                 _mm512_storeu_si512(to.add(16).cast(), _mm512_unpackhi_epi16(zero, words));
@@ -91,24 +121,14 @@ pub unsafe fn convert_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) ->
 pub unsafe fn convert_e4m3_pairs(from: *const E4m3, to: *mut bf16, count: usize) -> usize {
     // SAFETY: groups of 64 inside the row.
     unsafe {
-        let [high_bytes, low_bytes] = &E4M3_BYTES;
-        let high_first = _mm512_loadu_si512(high_bytes.as_ptr().cast());
-        let high_second = _mm512_loadu_si512(high_bytes.as_ptr().add(64).cast());
-        let low_first = _mm512_loadu_si512(low_bytes.as_ptr().cast());
-        let low_second = _mm512_loadu_si512(low_bytes.as_ptr().add(64).cast());
         let order = _mm512_loadu_si512(UNPACKED_QWORDS.as_ptr().cast());
-        let sign = _mm512_set1_epi8(i8::MIN);
         let full = count / 64 * 64;
         for i in (0..full).step_by(64) {
             let codes = _mm512_loadu_si512(from.add(i).cast());
             let codes = _mm512_permutexvar_epi64(order, codes);
-            let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
-            let low = _mm512_permutex2var_epi8(low_first, codes, low_second);
-            // high | (codes & sign)
-            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign);
-            let to = to.add(i);
-            _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi8(low, high));
-            _mm512_storeu_si512(to.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+            let [low, high] = e4m3_words(codes);
+            _mm512_storeu_si512(to.add(i).cast(), low);
+            _mm512_storeu_si512(to.add(i + 32).cast(), high);
         }
         full
     }

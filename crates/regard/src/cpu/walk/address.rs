@@ -297,7 +297,7 @@ impl<'a> HeadRows<'a> {
     /// The rows of these tokens, in memory order, in a portion per head.
     pub fn prefetch_order(&self, tokens: Range<usize>) -> PrefetchOrder<'_> {
         let tokens = &self.addresses[tokens];
-        PrefetchOrder { rows: self, tokens, token: 0, head: 0, portions: 0 }
+        PrefetchOrder { rows: self, tokens, portions: 0 }
     }
 }
 
@@ -306,9 +306,6 @@ pub struct PrefetchOrder<'a> {
     rows: &'a HeadRows<'a>,
     /// The address of each token's first head.
     tokens: &'a [*const u8],
-    /// The next row, where the heads of a token are not one row.
-    token: usize,
-    head: usize,
     /// Portions so far.
     portions: usize,
 }
@@ -339,20 +336,19 @@ impl PrefetchOrder<'_> {
             }
             return PrefetchRows { rows, row_bytes };
         }
+        // As many rows per portion as there are tokens.
+        let first = portion * rows.len();
         let mut filled = 0;
         while filled < rows.len() {
-            let count = (rows.len() - filled).min(heads - self.head);
-            let mut offset = self.rows.head_offset(self.head);
-            let address = self.tokens[self.token];
+            let (token, head) = ((first + filled) / heads, (first + filled) % heads);
+            let count = (rows.len() - filled).min(heads - head);
+            let mut offset = self.rows.head_offset(head);
+            let address = self.tokens[token];
             for row in &mut rows[filled..filled + count] {
                 *row = address.wrapping_offset(offset as isize);
                 offset = offset.wrapping_add(head_bytes);
             }
             filled += count;
-            self.head += count;
-            if self.head == heads {
-                (self.token, self.head) = (self.token + 1, 0);
-            }
         }
         PrefetchRows { rows, row_bytes }
     }
