@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
-pub struct Avx512(pub(super) __m512);
+pub struct Avx512(__m512);
 
 /// Permutation indices that interleave two vectors of 32 bf16: the low half of the result, then the
 /// high half.
@@ -76,7 +76,7 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self {
-        Avx512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))))
+        Avx512(avx512_pairs::load_i8(from))
     }
     #[inline(always)]
     unsafe fn load_e4m3(from: *const E4m3) -> Self {
@@ -353,15 +353,20 @@ impl Vector for Avx512 {
         first: usize,
         count: usize,
     ) -> [Self; 2] {
-        avx512_pairs::load(format, row, first, count)
+        wrap(avx512_pairs::load(format, row, first, count))
     }
     #[inline(always)]
     unsafe fn arrange_pairs(format: PairFormat, pairs: [Self; 2]) -> [Self; 2] {
-        avx512_pairs::arrange(format, pairs)
+        wrap(avx512_pairs::arrange(format, [pairs[0].0, pairs[1].0]))
     }
     #[inline(always)]
     unsafe fn interleave_rows(format: PairFormat, rows: [*const u8; 2], to: &mut [Self]) {
-        avx512_pairs::interleave(format, rows, to)
+        if format == PairFormat::Bf16 {
+            return Self::interleave_all(rows[0].cast(), rows[1].cast(), to);
+        }
+        let mut pairs = [_mm512_setzero_ps(); 4];
+        avx512_pairs::interleave(format, rows, &mut pairs[..to.len()]);
+        to.copy_from_slice(&wrap(pairs)[..to.len()]);
     }
     #[inline(always)]
     unsafe fn block_columns(
@@ -369,16 +374,26 @@ impl Vector for Avx512 {
         keys: &[*const u8; 16],
         offset: usize,
     ) -> [Self; 16] {
-        avx512_pairs::columns(format, keys, offset)
+        wrap(avx512_pairs::columns(format, keys, offset))
     }
     #[inline(always)]
     unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> Self {
-        avx512_pairs::arrange_block(format, elements)
+        Avx512(avx512_pairs::arrange_block(format, elements))
     }
     #[inline(always)]
     unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Self {
-        avx512_pairs::gather_f16(rows, offset)
+        Avx512(avx512_pairs::gather_f16(rows, offset))
     }
+}
+
+/// Registers as vectors.
+#[inline(always)]
+unsafe fn wrap<const N: usize>(registers: [__m512; N]) -> [Avx512; N] {
+    let mut vectors = [Avx512(_mm512_setzero_ps()); N];
+    for n in 0..N {
+        vectors[n] = Avx512(registers[n]);
+    }
+    vectors
 }
 
 #[cfg(test)]

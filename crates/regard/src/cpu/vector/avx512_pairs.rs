@@ -8,10 +8,9 @@
               would add nothing"
 )]
 
-use super::avx512::Avx512;
 use super::avx512_bf16;
 use super::avx512_vbmi::{TRANSPOSED_DWORDS, e4m3_words, load_512, unpack};
-use super::{PairFormat, UNIT_DIMS, Vector};
+use super::{PairFormat, UNIT_DIMS};
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
@@ -89,7 +88,7 @@ static Q4_0_ORDER: [u16; 32] = {
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usize) -> [Avx512; 2] {
+pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usize) -> [__m512; 2] {
     let [low, high] = match format {
         PairFormat::Bf16 => {
             let from = row.cast::<bf16>().add(first);
@@ -110,7 +109,7 @@ pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usiz
         PairFormat::I8 => {
             let from = row.add(first);
             let codes = |i: usize| match i < count {
-                true => Avx512::load_i8(from.add(i).cast()).0,
+                true => load_i8(from.add(i).cast()),
                 false => _mm512_setzero_ps(),
             };
             let low = avx512_bf16::join(codes(0), codes(16));
@@ -120,7 +119,7 @@ pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usiz
         PairFormat::E4m3 => e4m3_words(load_codes(row.add(first), count)),
         PairFormat::Q8_0 | PairFormat::Q4_0 => unreachable!("block_columns takes them"),
     };
-    [as_vector(low), as_vector(high)]
+    [as_floats(low), as_floats(high)]
 }
 
 /// [`Vector::arrange_pairs`](super::Vector::arrange_pairs).
@@ -128,14 +127,13 @@ pub unsafe fn load(format: PairFormat, row: *const u8, first: usize, count: usiz
 /// # Safety
 /// The enclosing function enables AVX-512F.
 #[inline(always)]
-pub unsafe fn arrange(format: PairFormat, pairs: [Avx512; 2]) -> [Avx512; 2] {
-    let [low, high] = [pairs[0].0, pairs[1].0];
+pub unsafe fn arrange(format: PairFormat, pairs: [__m512; 2]) -> [__m512; 2] {
+    let [low, high] = pairs;
     match format {
         PairFormat::Bf16 | PairFormat::I8 => pairs,
         // Unpacking bytes took each 16 codes to the same 128-bit lane of both vectors.
         PairFormat::E4m3 => {
-            let even_lanes = _mm512_shuffle_f32x4::<0x88>(low, high);
-            [Avx512(even_lanes), Avx512(_mm512_shuffle_f32x4::<0xdd>(low, high))]
+            [_mm512_shuffle_f32x4::<0x88>(low, high), _mm512_shuffle_f32x4::<0xdd>(low, high)]
         }
         PairFormat::Q8_0 | PairFormat::Q4_0 => unreachable!("arrange_block takes them"),
     }
@@ -146,8 +144,8 @@ pub unsafe fn arrange(format: PairFormat, pairs: [Avx512; 2]) -> [Avx512; 2] {
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize) -> [Avx512; 16] {
-    let mut pairs = [as_vector(_mm512_setzero_si512()); 16];
+pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize) -> [__m512; 16] {
+    let mut pairs = [_mm512_setzero_ps(); 16];
     match format {
         PairFormat::Q8_0 => {
             let order = load_512(HALVES_OF_DWORDS.as_ptr());
@@ -156,8 +154,8 @@ pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize)
                 let dwords = transposed_dwords(keys, codes);
                 for i in 0..4 {
                     let [low, high] = i8_words(_mm512_shuffle_epi8(dwords[i], order));
-                    pairs[8 * part + 2 * i] = as_vector(low);
-                    pairs[8 * part + 2 * i + 1] = as_vector(high);
+                    pairs[8 * part + 2 * i] = as_floats(low);
+                    pairs[8 * part + 2 * i + 1] = as_floats(high);
                 }
             }
         }
@@ -166,10 +164,10 @@ pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize)
             for i in 0..4 {
                 let [first, second] = nibbles(dwords[i]);
                 let [third, fourth] = nibbles(_mm512_srli_epi16::<8>(dwords[i]));
-                pairs[4 * i] = as_vector(first);
-                pairs[4 * i + 1] = as_vector(second);
-                pairs[4 * i + 2] = as_vector(third);
-                pairs[4 * i + 3] = as_vector(fourth);
+                pairs[4 * i] = as_floats(first);
+                pairs[4 * i + 1] = as_floats(second);
+                pairs[4 * i + 2] = as_floats(third);
+                pairs[4 * i + 3] = as_floats(fourth);
             }
         }
         _ => unreachable!("they have no blocks"),
@@ -182,10 +180,10 @@ pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize)
 /// # Safety
 /// The enclosing function enables AVX-512BW.
 #[inline(always)]
-pub unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> Avx512 {
+pub unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> __m512 {
     let pairs = load_512(elements.cast());
     let order = load_512(Q4_0_ORDER.as_ptr().cast());
-    as_vector(match format {
+    as_floats(match format {
         PairFormat::Q4_0 => _mm512_permutexvar_epi16(order, pairs),
         _ => pairs,
     })
@@ -219,12 +217,12 @@ unsafe fn transposed_dwords(rows: &[*const u8; 16], offset: usize) -> [__m512i; 
 /// # Safety
 /// As there. The enclosing function enables AVX-512F.
 #[inline(always)]
-pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Avx512 {
+pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> __m512 {
     let mut numbers = [f16::ZERO; 16];
     for i in 0..16 {
         numbers[i] = rows[i].wrapping_add(offset).cast::<f16>().read_unaligned();
     }
-    Avx512::load_f16(numbers.as_ptr())
+    _mm512_cvtph_ps(_mm256_loadu_si256(numbers.as_ptr().cast()))
 }
 
 /// [`Vector::interleave_rows`](super::Vector::interleave_rows).
@@ -232,10 +230,10 @@ pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Avx512 {
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], to: &mut [Avx512]) {
+pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], to: &mut [__m512]) {
     let [low, high] = rows;
     match format {
-        PairFormat::Bf16 => Avx512::interleave_all(low.cast(), high.cast(), to),
+        PairFormat::Bf16 => unreachable!("Vector::interleave_all takes them"),
         PairFormat::I8 | PairFormat::Q8_0 => {
             for n in 0..to.len() {
                 let from = match format {
@@ -246,12 +244,11 @@ pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], to: &mut [Avx
                     }
                 };
                 // Codes are exact in bf16: the upper half of their f32.
-                let bits =
-                    |row: *const u8| _mm512_castps_si512(Avx512::load_i8(row.add(from).cast()).0);
+                let bits = |row: *const u8| _mm512_castps_si512(load_i8(row.add(from).cast()));
                 let (low, high) = (_mm512_srli_epi32::<16>(bits(low)), bits(high));
                 // low | (high & upper half)
                 let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
-                to[n] = as_vector(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper));
+                to[n] = as_floats(_mm512_ternarylogic_epi32::<0xf8>(low, high, upper));
             }
         }
         PairFormat::E4m3 => {
@@ -261,7 +258,7 @@ pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], to: &mut [Avx
             let ([a, b], [c, d]) = (e4m3_words(first), e4m3_words(second));
             let pairs = [a, b, c, d];
             for n in 0..to.len() {
-                to[n] = as_vector(pairs[n]);
+                to[n] = as_floats(pairs[n]);
             }
         }
         PairFormat::Q4_0 => {
@@ -274,13 +271,22 @@ pub unsafe fn interleave(format: PairFormat, rows: [*const u8; 2], to: &mut [Avx
                 let order = load_512(INTERLEAVED_BYTES.as_ptr());
                 let words = _mm512_permutex2var_epi8(bytes(low), order, bytes(high));
                 let [low_nibbles, high_nibbles] = nibbles(words);
-                to[2 * n] = as_vector(low_nibbles);
+                to[2 * n] = as_floats(low_nibbles);
                 if 2 * n + 1 < to.len() {
-                    to[2 * n + 1] = as_vector(high_nibbles);
+                    to[2 * n + 1] = as_floats(high_nibbles);
                 }
             }
         }
     }
+}
+
+/// 16 codes of an `i8` cache.
+///
+/// # Safety
+/// The enclosing function enables AVX-512F; `from` holds 16 codes.
+#[inline(always)]
+pub unsafe fn load_i8(from: *const i8) -> __m512 {
+    _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
 }
 
 /// `count` bytes, and zeros.
@@ -318,8 +324,8 @@ unsafe fn nibbles(words: __m512i) -> [__m512i; 2] {
 }
 
 #[inline(always)]
-unsafe fn as_vector(bits: __m512i) -> Avx512 {
-    Avx512(_mm512_castsi512_ps(bits))
+unsafe fn as_floats(bits: __m512i) -> __m512 {
+    _mm512_castsi512_ps(bits)
 }
 
 #[cfg(test)]
@@ -356,7 +362,7 @@ mod tests {
         bf16::from_f32(code).to_bits()
     }
 
-    fn bits(pairs: Avx512) -> [u16; 32] {
+    fn bits(pairs: __m512) -> [u16; 32] {
         // SAFETY: both types are 64 bytes of plain bits.
         unsafe { std::mem::transmute(pairs) }
     }
@@ -403,7 +409,7 @@ mod tests {
     unsafe fn interleaved(format: PairFormat, rows: [&Row; 2], vectors: usize) -> [[u16; 32]; 4] {
         // SAFETY: this function enables the features. Rows have 64 values.
         unsafe {
-            let mut pairs = [Avx512::splat(0.0); 4];
+            let mut pairs = [_mm512_setzero_ps(); 4];
             interleave(format, rows.map(|row| row.as_ptr()), &mut pairs[..vectors]);
             pairs.map(bits)
         }
