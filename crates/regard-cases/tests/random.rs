@@ -8,7 +8,7 @@ const PROBLEMS: u64 = 50_000;
 
 #[test]
 fn the_same_seed_and_number_give_the_same_problem() {
-    for profile in [Profile::All, Profile::Small, Profile::Prefill] {
+    for profile in [Profile::All, Profile::Small, Profile::Prefill, Profile::Batches] {
         for number in 0..200 {
             let spec = problem(9, number, profile);
             assert_eq!(spec, problem(9, number, profile));

@@ -365,7 +365,8 @@ fn profile(name: &str) -> Result<Profile, String> {
         "all" => Ok(Profile::All),
         "small" => Ok(Profile::Small),
         "prefill" => Ok(Profile::Prefill),
-        _ => Err("allowed: all, small, prefill".into()),
+        "batches" => Ok(Profile::Batches),
+        _ => Err("allowed: all, small, prefill, batches".into()),
     }
 }
 

@@ -150,6 +150,7 @@ fn failure(request: &Request, seed: u64, found: &Found) -> Failure {
         Profile::All => "",
         Profile::Prefill => " --profile prefill",
         Profile::Small => " --profile small",
+        Profile::Batches => " --profile batches",
     };
     let levels = if request.all_levels { " --levels all" } else { "" };
     Failure {

@@ -255,6 +255,8 @@ fn caches() -> Vec<(&'static str, Problem)> {
             let problem = Problem { keys: PAGED, ..causal(64, [32, 8], 128, [1, 8192]) };
             cached(DType::I8, DType::I8, problem)
         }),
+        ("64 x d8k, q8_0", cached(DType::Q8_0, DType::Q8_0, causal(64, [32, 8], 128, [1, 8192]))),
+        ("64 x d8k, q4_0", cached(DType::Q4_0, DType::Q4_0, causal(64, [32, 8], 128, [1, 8192]))),
         ("v8, q8_0", cached(DType::Q8_0, DType::Q8_0, causal(1, [32, 8], 128, [8, 4096]))),
         ("d4k, q4_0, D 256", cached(DType::Q4_0, DType::Q4_0, causal(1, [16, 8], 256, [1, 4096]))),
         ("d4k, keys e4m3, values q4_0", {

@@ -39,7 +39,8 @@ fn archive_name(module: &Module, kind: &str) -> String {
         "sm80", "sm90",
     ];
     let is_rows = |word: &str| {
-        word.strip_prefix('r').is_some_and(|rows| rows.bytes().all(|byte| byte.is_ascii_digit()))
+        // And key/value heads.
+        word.strip_prefix(['r', 'h']).is_some_and(|n| n.bytes().all(|byte| byte.is_ascii_digit()))
     };
     let shared = |word: &&str| !OWN.contains(word) && !is_rows(word);
     // Prefill over prefix groups has the text of prefill.

@@ -125,6 +125,17 @@ const DECODE: [[usize; 5]; 20] = [
 /// Groups that fill more than tiles of 64 rows with one token.
 const WIDE_GROUPS: [[usize; 5]; 3] = [[1, 72, 1, 70, 3], [2, 128, 1, 700, 2], [1, 160, 1, 600, 2]];
 
+/// Shapes that decode takes with several key/value heads in a tile, on a GPU of one multiprocessor:
+/// one row and several, a group and none.
+const ADJACENT_HEADS: [[usize; 5]; 6] = [
+    [1, 4, 4, 700, 3],
+    [2, 12, 4, 700, 3],
+    [1, 32, 4, 1000, 2],
+    [1, 8, 8, 700, 2],
+    [2, 24, 8, 500, 2],
+    [1, 64, 8, 500, 2],
+];
+
 /// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys
 /// and more than modules for short ones take.
 const PREFILL: [[usize; 5]; 12] = [
@@ -154,6 +165,14 @@ const WINDOWED: [[usize; 5]; 4] =
 /// A window that it takes.
 const SHORT_WINDOW: Window = Window { left: Some(60), right: Some(20) };
 
+/// The machine, if its GPU had that many multiprocessors.
+pub(crate) fn with_multiprocessors(mut machine: Machine, multiprocessors: usize) -> Machine {
+    if let Device::Cuda(facts) = &mut machine.device {
+        facts.multiprocessors = multiprocessors;
+    }
+    machine
+}
+
 fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let operands = module.operands()?;
     let (head_dim, value_dim) = (operands.head_dim, operands.value_dim);
@@ -168,6 +187,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Config::Decode(config) if config.lists && config.cache.is_latent() => {
             ([&DECODE[..], &WIDE_GROUPS].concat(), 64)
         }
+        Config::Decode(config) if config.tile_heads > 1 => (ADJACENT_HEADS.to_vec(), 64),
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
     let less = |keys, values| (head_dim - keys, value_dim - values);
@@ -186,6 +206,10 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
         _ => false,
     };
+    // Tiles of several heads are for much to read per multiprocessor.
+    let has_heads = matches!(module.config, Config::Decode(config) if config.tile_heads > 1);
+    let suited =
+        |machine: Machine| if has_heads { with_multiprocessors(machine, 1) } else { machine };
     Some(Subject {
         name: module.name().into(),
         types: types(module, operands.element),
@@ -199,7 +223,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         dims,
         shapes,
         page_keys,
-        machines: machines.iter().filter(runs_on).cloned().collect(),
+        machines: machines.iter().filter(runs_on).cloned().map(suited).collect(),
     })
 }
 

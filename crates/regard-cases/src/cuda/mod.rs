@@ -4,6 +4,7 @@
 pub mod laws;
 mod mirror;
 
+use crate::coverage::cuda::with_multiprocessors;
 use crate::random;
 use mirror::Mirror;
 pub use mirror::MirrorMut;
@@ -183,7 +184,17 @@ impl random::Device for Runner {
         // Checked here: contents can be read here.
         Problem::from_operands(inputs, outputs)?;
         self.set_garbage(how.garbage);
-        Runner::run(self, inputs, outputs)
+        let planned = |gpu: &Gpu, inputs: &Inputs<_>, outputs: &Outputs<_>| {
+            let here = gpu.machine().clone();
+            // Fewer multiprocessors: more work for each.
+            let machine = match how.plan % 4 {
+                0 | 1 => here,
+                2 => with_multiprocessors(here, 1),
+                _ => with_multiprocessors(here, 3),
+            };
+            Plan::new(&Problem::from_operands(inputs, outputs)?, &machine)
+        };
+        self.run_planned(inputs, outputs, 1, planned).map(|_| ())
     }
 
     fn reads_cache(&self, spec: &crate::Spec) -> bool {

@@ -19,6 +19,9 @@ pub enum Profile {
     Prefill,
     /// Small ones only, for emulators and interpreters.
     Small,
+    /// Many short sequences of few query rows over q8_0 or q4_0 blocks of 4 key/value heads and
+    /// more, which decode on Hopper takes in tiles of several heads.
+    Batches,
 }
 
 /// The maximum cost of the problems of a profile.
@@ -52,6 +55,11 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let mut noise = Noise::new(seed, &[0x636f_6d70_6f73_6564, number]);
     let noise = &mut noise;
     let limits = limits(noise, profile);
+    if profile == Profile::Batches {
+        let spec = Spec::new(format!("random/{seed}/{number}"));
+        let spec = batches(noise, spec).legal();
+        return within(noise, spec, &limits);
+    }
     // Half of the problems suit specialized kernels: aligned rows of the dims that models have.
     let tidy = noise.one_in(2);
     let dtype = noise.pick(&[DType::F32, DType::F16, DType::BF16]);
@@ -88,6 +96,53 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let spec = lists(&mut Noise::new(seed, &[0x6c_6973_7473, number]), spec);
     let spec = prefixes(&mut Noise::new(seed, &[0x7072_6566_6978, number]), spec);
     within(noise, spec.legal(), &limits)
+}
+
+/// Many short sequences of few rows over blocks.
+fn batches(noise: &mut Noise, spec: Spec) -> Spec {
+    let dim = noise.pick(&[64, 64, 128, 128, 256]);
+    let kv_heads: usize = noise.pick(&[4, 4, 8, 8, 12, 16]);
+    let group: usize = noise.pick(&[1, 1, 2, 3, 4, 4, 5, 7, 8]);
+    let dtype = noise.pick(&[DType::F16, DType::BF16]);
+    let ragged_queries = noise.one_in(4);
+    let first = 1 + noise.below(8 / group);
+    let mut sequence = |id| {
+        let q_len = if ragged_queries { 1 + noise.below(8 / group) } else { first };
+        let kv_len = match noise.below(8) {
+            0 => 0,
+            1 => noise.pick(&KEYS[..16]),
+            _ => noise.below(70),
+        };
+        SequenceSpec { id, q_len, kv_len }
+    };
+    // Some plans are for GPUs of one multiprocessor, which has enough to read.
+    let count = 60 / kv_heads as u64 + 2;
+    let sequences = (0..count).map(&mut sequence).collect();
+    let blocks = noise.pick(&[DType::Q8_0, DType::Q8_0, DType::Q4_0]);
+    let spec = Spec {
+        seed: noise.bits(),
+        page_seed: noise.bits(),
+        dtype,
+        out_dtype: if noise.one_in(3) { DType::F32 } else { dtype },
+        sequences,
+        ragged_queries,
+        keys: keys(noise),
+        layout: noise.pick(&[Layout::Bshd, Layout::Bhsd]),
+        kv_layout: noise.pick(&[KvLayout::Nhd, KvLayout::Nhd, KvLayout::Hnd]),
+        causal: noise.one_in(2),
+        sinks: noise.one_in(3),
+        ..spec
+    };
+    let spec = spec.heads(kv_heads * group, kv_heads).dims(dim, dim);
+    let spec = if noise.one_in(4) { variant(noise, spec) } else { spec };
+    let mut spec = data(noise, spec, true);
+    spec.cache = CacheSpec {
+        k: Some(blocks),
+        v: Some(blocks),
+        granularity: Granularity::Head,
+        scales: noise.pick(&[Scales::Fitted, Scales::Fitted, Scales::Spread]),
+    };
+    spec
 }
 
 /// Sequences that share their first keys, in a third of the problems with pages.
@@ -215,6 +270,7 @@ fn limits(noise: &mut Noise, profile: Profile) -> Limits {
     let (work, elements) = match (profile, noise.below(32)) {
         (Profile::Small, _) => (200_000, 20_000),
         (Profile::Prefill, _) => (10_000_000, 400_000),
+        (Profile::Batches, _) => (50_000_000, 5_000_000),
         (Profile::All, 0) => (50_000_000, 1_500_000),
         (Profile::All, 1..=5) => (4_000_000, 300_000),
         (Profile::All, _) => (400_000, 60_000),

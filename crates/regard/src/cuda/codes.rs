@@ -61,6 +61,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
         partials_per_cta: 2,
         key_groups: key_groups as i32,
         tile_rows: config.tile_rows as i32,
+        tile_heads: 1,
         ctas_per_tile: 1,
         unit_keys: DecodeConfig::CODES_TILE_KEYS as i32,
         start_units: start_units as i32,

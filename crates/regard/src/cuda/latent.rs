@@ -77,6 +77,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
         partials_per_cta: 2,
         key_groups: 1,
         tile_rows: config.tile_rows as i32,
+        tile_heads: 1,
         ctas_per_tile: ctas_per_tile as u32,
         unit_keys: TILE_KEYS as i32,
         start_units: start_units as i32,

@@ -4,7 +4,7 @@ use super::lists::{kv_tensor, list_parameters};
 use super::mask_map;
 use super::operands::{
     aligned_load_kind, attention, cache_parameters, has_head_scales, head_scales, load_kind,
-    reads_16_bytes, reads_block_rows, writes_16_bytes,
+    reads_16_bytes, reads_block_rows, reads_joined_rows, writes_16_bytes,
 };
 use super::registry::{Cache, Storage};
 use super::schedule::Schedule;
@@ -204,9 +204,9 @@ fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &D
     }
 }
 
-/// The decode launch of a plan: the kernel for codes on Hopper, or that for latent caches, with the
-/// tensor maps of the keys unless it copies or converts them one by one, if it can read and write
-/// the operands; else the fallback one.
+/// The decode launch of a plan: the kernel for codes on Hopper, that for several heads over blocks,
+/// or that for latent caches, with the tensor maps of the keys unless it copies or converts them
+/// one by one, if it can read and write the operands; else the fallback one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
@@ -218,6 +218,10 @@ pub(super) fn choose_decode<'a>(
         if hopper.cache == Cache::Bytes {
             let caches = [&inputs.k, &inputs.v];
             return caches.into_iter().all(reads_16_bytes).then_some((hopper, None));
+        }
+        if hopper.tile_heads > 1 {
+            let takes = [&inputs.k, &inputs.v].into_iter().all(reads_joined_rows);
+            return takes.then_some((hopper, None));
         }
         if problem.key_lists.is_some() || hopper.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((hopper, None));
@@ -277,6 +281,13 @@ pub(super) fn decode_call(
     workspace: u64,
     context: DecodeContext,
 ) -> DecodeCall {
+    let joined;
+    let problem = if decode.tile_heads == 1 {
+        problem
+    } else {
+        joined = work::joined_heads(problem, decode.tile_heads);
+        &joined
+    };
     let lists = list_parameters(problem, inputs);
     let rows = problem.listed_rows();
     let known = match (&rows, &lists) {
@@ -303,6 +314,8 @@ pub(super) fn decode_call(
         max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
+    parameters.keys.strides.head *= decode.tile_heads as i64;
+    parameters.values.strides.head *= decode.tile_heads as i64;
     parameters.load_kind = match (decode_load_kind(problem, inputs, decode), lists) {
         // Keys of a list are anywhere, unless the module is for lists of pages.
         (LoadKind::PageAligned16, Some(_)) if !has_page_module(decode) => LoadKind::Chunks,

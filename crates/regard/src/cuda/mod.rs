@@ -9,6 +9,7 @@ mod append;
 mod codes;
 #[cfg(feature = "cuda")]
 mod copy_blocks;
+mod decode;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
@@ -102,8 +103,8 @@ pub struct Launches {
     pub widened: Option<Widened>,
     /// Sequences of few.
     pub decode: Option<Decode>,
-    /// Instead of `decode` on Hopper, over a latent cache or over codes, if it can read the
-    /// operands.
+    /// Instead of `decode` on Hopper, over a latent cache, over codes or over blocks, if it can
+    /// read the operands.
     pub hopper_decode: Option<Decode>,
     /// Before and after decode, if sequences share prefixes.
     pub prefix: Option<Prefix>,
@@ -154,6 +155,8 @@ pub struct Decode {
     pub key_groups: i32,
     /// Query rows per tile.
     pub tile_rows: i32,
+    /// Adjacent key/value heads of a tile, which its parameters count as one.
+    pub tile_heads: usize,
     /// CTAs that share a tile.
     pub ctas_per_tile: u32,
     /// Keys per unit of cost: a power of 2.

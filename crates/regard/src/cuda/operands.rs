@@ -75,6 +75,17 @@ pub(super) fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
         && rows.iter().zip(tensor.strides()).all(aligned)
 }
 
+/// Whether the rows of blocks of a token follow one another, head by head, and start at multiples
+/// of 16 bytes together.
+pub(super) fn reads_joined_rows(tensor: &Tensor<DeviceMemory>) -> bool {
+    let size = tensor.dtype().size() as i64;
+    let (shape, strides, heads) = (tensor.shape(), tensor.strides(), tensor.rank() - 2);
+    let aligned = |(&n, &stride): (&usize, &i64)| n <= 1 || stride.wrapping_mul(size) % 16 == 0;
+    tensor.address().is_multiple_of(16)
+        && strides[heads] == shape[heads + 1] as i64
+        && shape.iter().zip(strides).take(heads).all(aligned)
+}
+
 /// The parameters of a cache that is not stored in the type of queries.
 pub(super) fn cache_parameters(
     problem: &Problem,

@@ -2,40 +2,29 @@
 //! GPU's facts.
 
 use super::codes::{self, CodesDecode};
+use super::decode::{DecodeGrid, DecodeKernel, cache_of, decode_launch};
 use super::latent::{self, LatentDecode};
 use super::prefill::{self, Division};
 use super::prefix;
-use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
-use super::shape::{Shape, max_key_groups};
+use super::registry::Cache;
 use super::widen;
-use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
+use super::work::{joined_heads, packed_rows, tiles};
 use super::{
-    COUNTER_BYTES, Combine, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
-    SCHEDULED_BYTES, StepSchedule, WORKSPACE_ALIGNMENT, Widened,
+    COUNTER_BYTES, Decode, Launch, Launches, Prefill, SCHEDULED_BYTES, StepSchedule,
+    WORKSPACE_ALIGNMENT, Widened,
 };
-use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
 use crate::plan::Selection;
-use crate::problem::{Problem, QueryStorage};
+use crate::problem::Problem;
 use crate::select::{Choice, Kernel};
-use crate::split::{INVARIANT_KEYS, Split};
+use crate::split::Split;
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
 
 /// Threads of the kernel that computes the schedule of a step: as in `decode_schedule.cuh`.
 const SCHEDULE_THREADS: u32 = 128;
-
-/// Rows per CTA of the kernel that combines partial states: one per warp.
-const COMBINE_ROWS: usize = 8;
-
-/// Bytes of keys and values from which on a decode launch may wait for the kernel in front.
-/// Measured on an H200 in tiles that are not split: 64 MB lose by it, 128 MB gain.
-const LATE_BYTES: usize = 128 << 20;
-
-/// Bytes of a line of L2.
-const LINE_BYTES: usize = 128;
 
 /// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
 ///
@@ -119,6 +108,9 @@ fn select_decode_only(
     if let Some(codes) = codes::select(problem, facts) {
         return Ok(with_codes(problem, decode, codes));
     }
+    if let Some(kernel) = DecodeKernel::for_heads(problem, facts) {
+        return Ok(with_heads(problem, facts, decode, &kernel));
+    }
     Ok(match latent::select(problem, facts) {
         Some(latent) => with_latent(problem, decode, latent),
         None => decode,
@@ -158,6 +150,30 @@ fn with_codes(
         ),
     };
     let backend = instead_of_decode(problem, launches, codes, workspace_bytes);
+    Selection { choice, split, backend }
+}
+
+/// Decode with a kernel over blocks whose tiles have several key/value heads, for operands that it
+/// can read.
+fn with_heads(
+    problem: &Problem,
+    facts: &CudaFacts,
+    general: Selection<Launches>,
+    kernel: &DecodeKernel,
+) -> Selection<Launches> {
+    let joined = joined_heads(problem, kernel.tile_heads);
+    let grid = DecodeGrid::for_kernel(&joined, facts, kernel);
+    let Ok((decode, end)) = decode_launch(&joined, facts, kernel, &grid) else { return general };
+    let Selection { choice, backend: launches, .. } = general;
+    let other = choice.kernel.name();
+    let mut choice = decode_choice(problem, kernel, &grid);
+    choice.reason = format!(
+        "{} key/value heads per tile, whose rows share sectors; {}; {other} where rows of \
+         adjacent heads do not follow one another",
+        kernel.tile_heads, choice.reason
+    );
+    let split = decode_split(&joined, &grid);
+    let backend = instead_of_decode(problem, launches, decode, end);
     Selection { choice, split, backend }
 }
 
@@ -343,304 +359,15 @@ fn select_decode(
     let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
     let kernel = DecodeKernel::find(problem, facts).map_err(refuse)?;
     let grid = DecodeGrid::for_kernel(problem, facts, &kernel);
-    let launch = Launch {
-        module: kernel.module.name(),
-        entry: "decode",
-        grid: [grid.ctas as u32, 1, 1],
-        threads: (kernel.shape.group_warps() * grid.key_groups * 32) as u32,
-        shared_bytes: kernel.shape.shared_bytes(grid.key_groups) as u32,
-        starts_late: starts_late(facts, &kernel, &grid),
-    };
-    let combine = combine_tiles(problem, &kernel, &grid);
-    let combine_bytes = if combine.is_some() { grid.tiles * PARTIAL_RANGE_BYTES } else { 0 };
-    let combine_end = grid.partials_end.saturating_add(combine_bytes);
+    let (decode, end) = decode_launch(problem, facts, &kernel, &grid).map_err(refuse)?;
     // Rows with lists of keys have none: every layer has its own lists.
-    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&launch, combine_end));
-    let workspace_bytes = schedule
-        .map_or(combine_end, |schedule| schedule.at.saturating_add(grid.ctas * SCHEDULED_BYTES));
-    let decode = Decode {
-        launch,
-        fallback: kernel.fallback.name(),
-        max_query_len: i32::MAX,
-        partials_per_cta: i32::try_from(grid.partials)
-            .map_err(|_| refuse(format!("{} partial states per CTA", grid.partials)))?,
-        key_groups: grid.key_groups as i32,
-        tile_rows: kernel.tile_rows as i32,
-        ctas_per_tile: 1,
-        unit_keys: grid.unit_keys as i32,
-        start_units: grid.start_units as i32,
-        exact_dims: kernel.exact_dims,
-        cache: kernel.cache,
-        combine,
-        schedule,
-    };
+    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&decode.launch, end));
+    let workspace_bytes =
+        schedule.map_or(end, |schedule| schedule.at.saturating_add(grid.ctas * SCHEDULED_BYTES));
+    let decode = Some(Decode { schedule, ..decode });
     let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
-    let backend = Launches { decode: Some(decode), workspace_bytes, ..Launches::default() };
+    let backend = Launches { decode, workspace_bytes, ..Launches::default() };
     Ok(Selection { choice, split, backend })
-}
-
-/// Whether a launch starts only when the kernel in front has ended. Rows shorter than a line share
-/// it with the next head's row. They are read at full speed only if the CTAs of both heads run at
-/// the same time, which they do if they start together. With an early start, CTAs begin one by one:
-/// that gains 2 us, and costs a long launch more (24% of 346 us at head dim 64).
-fn starts_late(facts: &CudaFacts, kernel: &DecodeKernel, grid: &DecodeGrid) -> bool {
-    let shape = &kernel.shape;
-    let bytes = grid.tiles.saturating_mul(grid.units * grid.unit_keys * shape.key_bytes());
-    kernel.cache == Cache::Bytes
-        && shape.key_bytes() < 2 * LINE_BYTES
-        && 2 * grid.tiles >= facts.multiprocessors
-        && bytes >= LATE_BYTES
-}
-
-/// The decode modules for a problem.
-struct DecodeKernel {
-    /// The module that runs.
-    module: &'static Module,
-    /// The fallback module of the same tile.
-    fallback: &'static Module,
-    /// Whether the problem's head dims are those of the modules.
-    exact_dims: bool,
-    cache: Cache,
-    tile_rows: usize,
-    shape: Shape,
-    /// The shape of the largest tile that this GPU can run.
-    largest: Shape,
-}
-
-impl DecodeKernel {
-    /// Finds the modules, or the reason why none runs on this GPU.
-    fn find(problem: &Problem, facts: &CudaFacts) -> Result<DecodeKernel, String> {
-        let fallbacks = find_fallbacks(problem);
-        let largest_fitting = fallbacks.iter().rev().find(|(_, config)| fits(config, facts));
-        let Some((_, largest)) = largest_fitting else {
-            return Err(too_large(problem, facts, &fallbacks));
-        };
-        let tile_rows = find_tile_rows(problem, facts, &fallbacks, largest);
-        let (fallback, config) = fallbacks
-            .iter()
-            .find(|(_, config)| config.tile_rows == tile_rows)
-            .expect("one of their tiles");
-        let exact_dims = config.operands.has_dims(problem.head_dim, problem.value_dim);
-        Ok(DecodeKernel {
-            module: find_specialized(problem, facts, config).unwrap_or(fallback),
-            fallback,
-            exact_dims,
-            cache: config.cache,
-            tile_rows,
-            shape: shape_of(config),
-            largest: shape_of(largest),
-        })
-    }
-}
-
-/// A module with its configuration.
-type DecodeModule = (&'static Module, &'static DecodeConfig);
-
-/// The class of modules for how a problem's keys and values are stored.
-fn cache_of(problem: &Problem) -> Cache {
-    let (keys, values) = (problem.key_dtype, problem.value_dtype);
-    let largest_dim = problem.head_dim.max(problem.value_dim);
-    match (keys, values) {
-        _ if problem.key_lists.is_some() && problem.dtype == DType::F32 => Cache::Any,
-        // Keys in two parts.
-        _ if problem.rotary_dim > 0 => Cache::Any,
-        _ if keys == problem.dtype && values == problem.dtype => Cache::Elements,
-        _ if problem.key_lists.is_some() => Cache::Any,
-        // Codes are multiplied in f16, which is not enough for f32.
-        _ if problem.dtype == DType::F32 => Cache::Any,
-        (DType::Q8_0, DType::Q8_0) if largest_dim <= 256 => Cache::Q8_0,
-        (DType::Q4_0, DType::Q4_0) if largest_dim <= 256 => Cache::Q4_0,
-        _ if keys.is_code() && values.is_code() && largest_dim <= 512 => Cache::Bytes,
-        _ => match storage_of(problem, keys).zip(storage_of(problem, values)) {
-            Some(pair) if largest_dim <= 256 && Cache::PAIRS.contains(&pair) => {
-                Cache::Pair(pair.0, pair.1)
-            }
-            _ => Cache::Any,
-        },
-    }
-}
-
-/// How keys or values of a type are stored, if modules for pairs may read them.
-fn storage_of(problem: &Problem, dtype: DType) -> Option<Storage> {
-    match dtype {
-        _ if dtype == problem.dtype => Some(Storage::Elements),
-        DType::Q8_0 => Some(Storage::Q8_0),
-        DType::Q4_0 => Some(Storage::Q4_0),
-        _ if dtype.is_code() => Some(Storage::Bytes),
-        _ => None,
-    }
-}
-
-/// The fallback modules with the smallest head dims that a problem fits into, smallest tile first.
-/// Head dims between those of the modules are padded with zeros.
-fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
-    let cache = cache_of(problem);
-    let element = match cache {
-        // Rounding keys and values to 16 bits would not be exact enough.
-        Cache::Any => Element::F32,
-        _ => Element::from_dtype(problem.dtype),
-    };
-    let suits = |operands: &Operands| {
-        operands.build == Build::Fallback
-            && operands.element == element
-            && operands.fits(problem.head_dim, problem.value_dim)
-    };
-    let mut modules: Vec<DecodeModule> = registry::decode_modules()
-        .filter(|(_, config)| config.lists == problem.key_lists.is_some())
-        .filter(|(_, config)| config.cache == cache && suits(&config.operands))
-        .collect();
-    let dims = |config: &DecodeConfig| config.operands.head_dim + config.operands.value_dim;
-    let smallest = modules.iter().map(|(_, config)| dims(config)).min();
-    modules.retain(|(_, config)| Some(dims(config)) == smallest);
-    modules.sort_by_key(|(_, config)| config.tile_rows);
-    modules
-}
-
-/// The tile that the rows of a key/value head fit into, else the largest.
-fn find_tile_rows(
-    problem: &Problem,
-    facts: &CudaFacts,
-    modules: &[DecodeModule],
-    largest: &DecodeConfig,
-) -> usize {
-    // The sums of a row depend on the keys per K tile: in batch-invariant mode only tiles of rows
-    // with equally long K tiles are used.
-    let strip_keys = shape_of(largest).strip_keys();
-    let same_lengths = |config: &DecodeConfig| {
-        !problem.batch_invariant || shape_of(config).strip_keys() == strip_keys
-    };
-    let packed = packed_rows(problem);
-    let suitable = modules
-        .iter()
-        .map(|(_, config)| config)
-        .find(|config| packed <= config.tile_rows && fits(config, facts) && same_lengths(config));
-    suitable.map_or(largest.tile_rows, |config| config.tile_rows)
-}
-
-/// The specialized module of the same tile as a fallback, if the problem has plain scores, the
-/// exact head dims and rows that can be read 16 keys at a time: the module for the newest
-/// architecture that this GPU can run. Of rows with lists, keys are together where these are lists
-/// of pages.
-fn find_specialized(
-    problem: &Problem,
-    facts: &CudaFacts,
-    fallback: &DecodeConfig,
-) -> Option<&'static Module> {
-    let plain = problem.variant.has_unmodified_scores()
-        && problem.variant.has_even_ranges()
-        && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
-        && page_aligned_16(problem)
-        && problem.key_lists.is_none_or(|lists| lists.lists_pages() && !problem.batch_invariant);
-    let operands = Operands { build: Build::Specialized, ..fallback.operands };
-    registry::decode_modules()
-        .filter(|(_, config)| **config == DecodeConfig { operands, ..*fallback })
-        .map(|(module, _)| module)
-        .filter(|module| plain && module.runs_on(facts.compute_capability))
-        .max_by_key(|module| module.architecture)
-}
-
-fn shape_of(config: &DecodeConfig) -> Shape {
-    Shape::new(config)
-}
-
-/// Whether the smallest CTA of a module fits into shared memory: consumer GPUs have less than half
-/// of a data centre's.
-fn fits(config: &DecodeConfig, facts: &CudaFacts) -> bool {
-    shape_of(config).shared_bytes(1) <= facts.shared_bytes
-}
-
-/// Why none of these modules runs on this GPU.
-fn too_large(problem: &Problem, facts: &CudaFacts, modules: &[DecodeModule]) -> String {
-    let smallest = modules.first().map_or(0, |(_, config)| shape_of(config).shared_bytes(1));
-    format!(
-        "head dims {} and {} in {} need {smallest} bytes of shared memory per CTA, this GPU has {}",
-        problem.head_dim, problem.value_dim, problem.dtype, facts.shared_bytes
-    )
-}
-
-/// Division of a decode kernel's work among CTAs (stream-K).
-struct DecodeGrid {
-    /// At most.
-    tiles: usize,
-    ctas: usize,
-    /// Groups of warps per CTA.
-    key_groups: usize,
-    /// Keys per unit of work.
-    unit_keys: usize,
-    /// Units per tile, at most.
-    units: usize,
-    /// Units that starting a tile counts for.
-    start_units: usize,
-    /// Partial states that one CTA may leave.
-    partials: usize,
-    /// The end of the partial states in the workspace.
-    partials_end: usize,
-}
-
-impl DecodeGrid {
-    fn for_kernel(problem: &Problem, facts: &CudaFacts, kernel: &DecodeKernel) -> DecodeGrid {
-        let shape = &kernel.shape;
-        let tiles = tiles(problem, kernel.tile_rows);
-        let Occupancy { ctas_per_multiprocessor, key_groups } = match problem.batch_invariant {
-            // The sums of a row depend on the number of groups: it has to be the same for all
-            // tiles.
-            true => Occupancy {
-                ctas_per_multiprocessor: 1,
-                key_groups: max_key_groups(&kernel.largest, facts.shared_bytes),
-            },
-            false if prefix::leaves_room(problem, facts) => {
-                Occupancy::beside_prefix(shape, tiles, facts)
-            }
-            false => Occupancy::alone(problem, facts, kernel),
-        };
-        let invariant = problem.batch_invariant;
-        let unit_keys = if invariant { INVARIANT_KEYS } else { shape.strip_keys() };
-        let unit_bytes = unit_keys * shape.key_bytes();
-        let start_units = if invariant { 1 } else { start_units(unit_bytes) };
-        let units = problem.kv_len.div_ceil(unit_keys);
-        let work_total = tiles.saturating_mul(units + start_units);
-        let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
-            .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
-        let ctas = work_total.clamp(1, max_ctas);
-        // A CTA leaves one partial state of the tile it starts, and one (in batch-invariant mode
-        // one per unit) of the tile it ends.
-        let partials = if invariant { 1 + units.min(work_total.div_ceil(ctas)).max(1) } else { 2 };
-        let partials_end = COUNTER_BYTES
-            .saturating_add(ctas.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
-        DecodeGrid {
-            tiles,
-            ctas,
-            key_groups,
-            unit_keys,
-            units,
-            start_units,
-            partials,
-            partials_end,
-        }
-    }
-}
-
-/// The launch that combines the partial states of all tiles, if that is faster than leaving it to
-/// the last CTA of each tile: if every tile has several CTAs and more rows than a CTA has warps,
-/// that CTA would work while the rest of the GPU is done. (In a ragged batch the tiles' numbers
-/// depend on lengths; batch-invariant partial states are combined in an order of their own.)
-fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Combine> {
-    let combines = kernel.tile_rows > COMBINE_ROWS
-        && kernel.cache != Cache::Any
-        && problem.key_lists.is_none()
-        && 2 * grid.tiles <= grid.ctas
-        && !problem.batch_invariant
-        && problem.queries == QueryStorage::Batched;
-    combines.then(|| Combine {
-        launch: Launch {
-            module: kernel.module.name(),
-            entry: "combine",
-            grid: [grid.tiles as u32, (kernel.tile_rows / COMBINE_ROWS) as u32, 1],
-            threads: (32 * COMBINE_ROWS) as u32,
-            ..Launch::default()
-        },
-        at: grid.partials_end,
-    })
 }
 
 /// The launch that computes the schedule of a step for a launch of decode. It is behind the first
@@ -684,68 +411,6 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
     }
 }
 
-/// Number of CTAs of a decode kernel that a multiprocessor has at a time, and their size.
-struct Occupancy {
-    ctas_per_multiprocessor: usize,
-    /// Groups of warps per CTA.
-    key_groups: usize,
-}
-
-impl Occupancy {
-    /// For a decode kernel that runs alone. One large CTA has the most reads in flight and leaves
-    /// the fewest partial states. With several tiles per CTA, smaller CTAs are better: some start
-    /// or end a tile while others read.
-    fn alone(problem: &Problem, facts: &CudaFacts, kernel: &DecodeKernel) -> Occupancy {
-        let shape = &kernel.shape;
-        let tiles = tiles(problem, kernel.tile_rows);
-        let max_groups = max_key_groups(shape, facts.shared_bytes);
-        let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
-            0 | 1 => 1,
-            // Codes have half the bytes per key, and heads whose rows share cache lines should be
-            // read at the same time.
-            3.. if kernel.cache.has_codes() => 4,
-            // Products of f32 take more time than reads. Keys and values of one line each are 3 to
-            // 14% faster, as measured on an H200.
-            _ if kernel.cache == Cache::Elements
-                && (problem.dtype == DType::F32 || shape.key_bytes() <= 2 * LINE_BYTES) =>
-            {
-                4
-            }
-            2..=5 => 2,
-            _ => 4,
-        };
-        let ctas = wanted.min(max_groups);
-        // The driver reserves 1 KiB of shared memory per CTA.
-        let shared = (facts.shared_bytes + 1024) / ctas;
-        let groups = max_key_groups(shape, shared.saturating_sub(1024)).min(max_groups / ctas);
-        let fits = groups > 0 && shape.shared_bytes(groups) + 1024 <= shared;
-        match fits && (ctas * groups == max_groups || !needs_all_groups(problem, kernel)) {
-            true => Occupancy { ctas_per_multiprocessor: ctas, key_groups: groups },
-            false => Occupancy { ctas_per_multiprocessor: 1, key_groups: max_groups },
-        }
-    }
-
-    /// The same beside the kernel for prefix groups: few enough threads that both fit. With many
-    /// tiles, two CTAs start and end theirs while the other reads.
-    fn beside_prefix(shape: &Shape, tiles: usize, facts: &CudaFacts) -> Occupancy {
-        let groups = (prefix::DECODE_THREADS / 32 / shape.group_warps()).max(1);
-        let groups = groups.min(max_key_groups(shape, facts.shared_bytes / 2));
-        match tiles / facts.multiprocessors.max(1) {
-            6.. if groups >= 2 => Occupancy { ctas_per_multiprocessor: 2, key_groups: groups / 2 },
-            _ => Occupancy { ctas_per_multiprocessor: 1, key_groups: groups },
-        }
-    }
-}
-
-/// Whether smaller CTAs have to hold as many groups of warps together as one large CTA. A launch
-/// that starts early fills the room that they leave on some multiprocessors, which then have more
-/// of its CTAs than others (1.3 times the time at head dims 256 and 512). Keys that are read one by
-/// one need all the warps that fit.
-fn needs_all_groups(problem: &Problem, kernel: &DecodeKernel) -> bool {
-    let starts_early = kernel.module.architecture >= registry::Architecture::Compute90;
-    starts_early || kernel.cache == Cache::Any || problem.key_lists.is_some()
-}
-
 /// The launch of an append.
 ///
 /// # Errors
@@ -764,7 +429,7 @@ pub(crate) fn append(
         return Err(Refusal { machine: machine.to_string(), reason });
     };
     Ok(Launch {
-        module: registry::Family::Append.name(),
+        module: super::registry::Family::Append.name(),
         entry: "append",
         grid: [blocks, 1, 1],
         threads: 256,

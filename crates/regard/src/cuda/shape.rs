@@ -13,7 +13,7 @@ const MAX_WARPS: usize = 8;
 /// not fit into the 99 KB of a consumer GPU.
 const MAX_STAGE_BYTES: usize = 48 << 10;
 
-/// The largest stage of q8_0 or q4_0 blocks of a three-stage pipeline.
+/// The largest stage of q8_0 or q4_0 blocks of a three-stage pipeline, per key/value head.
 const SMALL_STAGE_BYTES: usize = 6 << 10;
 
 /// Bytes of a stage per row of keys or of values: the scale of its codes.
@@ -30,6 +30,8 @@ pub(super) struct Shape {
     head_dim: usize,
     value_dim: usize,
     rows: usize,
+    /// Key/value heads of a tile; each of several has a warp of a group.
+    heads: usize,
 }
 
 impl Shape {
@@ -41,6 +43,7 @@ impl Shape {
             head_dim: operands.head_dim,
             value_dim: operands.value_dim,
             rows: config.tile_rows,
+            heads: config.tile_heads,
         }
     }
 
@@ -50,10 +53,10 @@ impl Shape {
         [(keys, self.head_dim), (values, self.value_dim)]
     }
 
-    /// Bytes of a key's or a value's row in memory.
+    /// Bytes of a key's or a value's row in memory, with all heads of a tile.
     fn row_bytes(&self, (storage, dim): (Storage, usize)) -> usize {
         match storage.block_bytes() {
-            Some(bytes) => dim / 32 * bytes,
+            Some(bytes) => self.heads * (dim / 32 * bytes),
             None => dim * self.element_bytes,
         }
     }
@@ -77,13 +80,16 @@ impl Shape {
         if self.head_dim + self.value_dim <= max_dims && self.element_bytes == 2 { 32 } else { 16 }
     }
 
-    /// Bytes of a key and its value.
+    /// Bytes of a key and its value, with all heads of a tile.
     pub fn key_bytes(&self) -> usize {
         self.sides().map(|side| self.row_bytes(side)).iter().sum()
     }
 
-    /// Warps that share the keys of a group.
+    /// Warps of a group, which share its keys.
     pub fn group_warps(&self) -> usize {
+        if self.heads > 1 {
+            return self.heads;
+        }
         let value_warps = if self.value_dim > 256 { 2 } else { 1 };
         let max_row_tiles = match self.value_dim / value_warps {
             // Every warp that shares keys converts their codes.
@@ -112,8 +118,13 @@ impl Shape {
         match (self.cache, self.stage_bytes()) {
             // Rows of any format take more time to convert than to copy.
             (Cache::Any, _) => 1,
-            (_, bytes) if bytes > MAX_STAGE_BYTES => 1,
-            (_, 0..=SMALL_STAGE_BYTES) if self.sides().iter().all(|side| side.0.has_blocks()) => 3,
+            (_, bytes) if bytes > self.heads * MAX_STAGE_BYTES => 1,
+            (_, bytes)
+                if bytes <= self.heads * SMALL_STAGE_BYTES
+                    && self.sides().iter().all(|side| side.0.has_blocks()) =>
+            {
+                3
+            }
             _ => 2,
         }
     }
@@ -163,7 +174,14 @@ mod tests {
     fn shape(cache: Cache, dim: usize, tile_rows: usize) -> Shape {
         let (element, build) = (Element::Bf16, Build::Fallback);
         let operands = Operands { element, head_dim: dim, value_dim: dim, build };
-        Shape::new(&DecodeConfig { operands, cache, tile_rows, lists: false, wgmma: false })
+        Shape::new(&DecodeConfig {
+            operands,
+            cache,
+            tile_rows,
+            tile_heads: 1,
+            lists: false,
+            wgmma: false,
+        })
     }
 
     #[test]

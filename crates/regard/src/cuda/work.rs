@@ -33,3 +33,9 @@ pub(super) fn page_aligned_16(problem: &Problem) -> bool {
         KvStorage::Paged { block_size } => block_size.is_multiple_of(16),
     }
 }
+
+/// The problem as a kernel sees it whose tiles have several adjacent key/value heads: these are one
+/// head with the rows of all.
+pub(super) fn joined_heads(problem: &Problem, tile_heads: usize) -> Problem {
+    Problem { kv_heads: problem.kv_heads / tile_heads, ..problem.clone() }
+}

@@ -293,6 +293,8 @@ pub struct DecodeConfig {
     pub cache: Cache,
     /// Query rows per tile.
     pub tile_rows: usize,
+    /// Adjacent key/value heads of a tile.
+    pub tile_heads: usize,
     /// Whether each row has a list of the keys that it attends to.
     pub lists: bool,
     /// Whether codes are multiplied by WGMMA: of [`Family::DecodeCodes`].
@@ -546,6 +548,10 @@ impl DecodeConfig {
         let [first, second] = self.cache.names();
         let name = name.text(first).text(second);
         let name = name.text("r").number(self.tile_rows).text("_");
+        let name = match self.tile_heads {
+            1 => name,
+            heads => name.text("h").number(heads).text("_"),
+        };
         let name = name.text(match self.lists {
             true if self.takes_page_lists() => "page_lists",
             true => "lists",
@@ -562,6 +568,9 @@ impl DecodeConfig {
         let mut defines = self.operands.defines();
         defines.push(("TILE_ROWS", self.tile_rows));
         defines.push(self.operands.fallback());
+        if self.tile_heads > 1 {
+            defines.push(("HEADS", self.tile_heads));
+        }
         if self.lists {
             defines.push(("LISTS", 1));
         }
@@ -704,8 +713,9 @@ mod tests {
     #[test]
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
-            // Modules for latent caches fall back to the modules for elements, or for any format.
-            if config.cache.is_latent() || config.wgmma {
+            // Modules for latent caches fall back to the modules for elements, or for any format,
+            // those for several heads to the modules for one.
+            if config.cache.is_latent() || config.wgmma || config.tile_heads > 1 {
                 continue;
             }
             let operands = Operands { build: Build::Fallback, ..config.operands };

@@ -44,6 +44,7 @@ impl Rows {
             operands,
             cache: Cache::Elements,
             tile_rows,
+            tile_heads: 1,
             lists: false,
             wgmma: false,
         };
@@ -64,22 +65,47 @@ impl Rows {
             Specialized => Compute90,
             Fallback => Compute80,
         };
-        let config = DecodeConfig { operands, cache, tile_rows, lists: false, wgmma: false };
+        let config =
+            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: false, wgmma: false };
         Module::new(Config::Decode(config), architecture)
+    }
+
+    /// A decode module for blocks of several adjacent key/value heads per tile, each with up to 8
+    /// rows, on Hopper and later: storage, head dim, heads.
+    const fn heads(&self, cache: Cache, dims: usize, tile_heads: usize) -> Module {
+        let operands = self.operands(dims, dims, Specialized);
+        let tile_rows = 8 * tile_heads;
+        let config =
+            DecodeConfig { operands, cache, tile_rows, tile_heads, lists: false, wgmma: false };
+        Module::new(Config::Decode(config), Compute90)
+    }
+
+    /// The decode modules of a 16-bit type for several heads. At head dim 256, and at 64 over
+    /// `q4_0`, they are not faster than modules for one.
+    const fn decode_heads(&self) -> [Module; 5] {
+        [
+            self.heads(Cache::Q8_0, 64, 4),
+            self.heads(Cache::Q8_0, 64, 8),
+            self.heads(Cache::Q8_0, 128, 4),
+            self.heads(Cache::Q8_0, 128, 8),
+            self.heads(Cache::Q4_0, 128, 4),
+        ]
     }
 
     /// A decode module for latent caches, 576/512: storage, query rows per tile, whether rows have
     /// lists of keys.
     const fn latent(&self, cache: Cache, tile_rows: usize, lists: bool) -> Module {
         let operands = self.operands(576, 512, Specialized);
-        let config = DecodeConfig { operands, cache, tile_rows, lists, wgmma: false };
+        let config =
+            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists, wgmma: false };
         Module::new(Config::Decode(config), Compute90a)
     }
 
     /// A decode module over codes with WGMMA, for Hopper: storage, head dim, query rows per tile.
     const fn codes(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
         let operands = self.operands(dims, dims, Specialized);
-        let config = DecodeConfig { operands, cache, tile_rows, lists: false, wgmma: true };
+        let config =
+            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: false, wgmma: true };
         Module::new(Config::Decode(config), Compute90a)
     }
 
@@ -87,7 +113,8 @@ impl Rows {
     /// rows per tile.
     const fn lists(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
         let operands = self.operands(dims, dims, Fallback);
-        let config = DecodeConfig { operands, cache, tile_rows, lists: true, wgmma: false };
+        let config =
+            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: true, wgmma: false };
         Module::new(Config::Decode(config), Compute80)
     }
 
@@ -98,6 +125,7 @@ impl Rows {
             operands,
             cache: Cache::Elements,
             tile_rows: 8,
+            tile_heads: 1,
             lists: true,
             wgmma: false,
         };
@@ -522,7 +550,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 38] = [
+const LISTS: [List; 40] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -548,6 +576,8 @@ const LISTS: [List; 38] = [
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&F16.decode_heads()),
+    eight_bit(&BF16.decode_heads()),
     eight_bit(&F16.decode_pairs()),
     eight_bit(&BF16.decode_pairs()),
     // f16 cannot hold all rotary dims.

@@ -349,14 +349,15 @@ struct Worker {
     }
 
     __device__ __forceinline__ void load_row_facts() const {
-        for (int row = threadIdx.x; row < TILE_ROWS; row += blockDim.x) {
+        for (int slot = threadIdx.x; slot < TILE_ROWS; slot += blockDim.x) {
             RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
-            if (row < tile.rows) {
+            int row = tile.row_of_slot(params, slot);
+            if (row >= 0) {
                 int head, token;
                 tile.find_row(params, row, head, token);
                 facts = row_facts<IS_FALLBACK>(params, tile, head, token);
             }
-            shared.rows[row] = facts;
+            shared.rows[slot] = facts;
         }
     }
 
@@ -489,7 +490,8 @@ struct Worker {
             convert_stored(*this, keys);
 #endif
             Scores scores = {};
-            products.keys.mma_qk(scores, keys);
+            int head = TILE_HEADS > 1 ? row_warp : 0;
+            products.keys.mma_qk(scores, keys + head * KeySide::HEAD_BYTES);
             unsigned values = keys + STORED_SIDE_BYTES, scales = values + TILE_KEYS * VALUE_PITCH;
 #if READS_CODES
             scale_scores(scores, scales);
@@ -499,7 +501,8 @@ struct Worker {
 #endif
             modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
             softmax_step(scores);
-            products.values.mma_pv(out, scores, values, scales + TILE_KEYS * 4, value_warp * WARP_VALUE_DIM);
+            products.values.mma_pv(out, scores, values + head * ValueSide::HEAD_BYTES, scales + TILE_KEYS * 4,
+                                   value_warp * WARP_VALUE_DIM);
         }
     }
 
@@ -518,26 +521,27 @@ struct Worker {
         }
 #endif
         float *mine = states + group * TILE_ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
-        int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
+        int first_slot = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
+                // Slots are rows, but where a tile has several heads.
+                int slot = first_slot + 8 * n + r, row = TILE_HEADS == 1 ? slot : tile.row_of_slot(params, slot);
                 float all = row_sum[n][r];
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+                if (row < 0) continue;
                 if (lane < 4 && value_warp == 0) {
-                    shared.max[group][first_row + 8 * n + r] = row_max[n][r];
-                    shared.sum[group][first_row + 8 * n + r] = all;
+                    shared.max[group][row] = row_max[n][r];
+                    shared.sum[group][row] = all;
                 }
+#pragma unroll
+                for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+                    for (int e = r; e < 4; e += 2)
+                        mine[row * OUT_PITCH + products.values.value_dim_of(v, e)] = out[v][n][e];
             }
-#pragma unroll
-        for (int v = 0; v < MMA_VALUE_TILES; v++)
-#pragma unroll
-            for (int n = 0; n < MMA_ROW_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.values.value_dim_of(v, e)] = out[v][n][e];
     }
 };
 

@@ -102,10 +102,11 @@ template <class Worker> static __device__ __forceinline__ void load_code_queries
     if constexpr (KeySide::HAS_CODES) {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
 #pragma unroll(TILE_ROWS == 8 ? 1 : 4)
-        for (int row = threadIdx.x >> 5; row < TILE_ROWS; row += blockDim.x >> 5) {
-            bool present = row < w.tile.rows;
+        for (int slot = threadIdx.x >> 5; slot < TILE_ROWS; slot += blockDim.x >> 5) {
+            int row = w.tile.row_of_slot(w.params, slot);
+            bool present = row >= 0;
             int head, token;
-            w.tile.find_row(w.params, present ? row : 0, head, token);
+            w.tile.find_row(w.params, max(row, 0), head, token);
             const Bits *from = (const Bits *)w.params.query.pointer + w.tile.sequence * w.params.query.strides.batch +
                                (long long)(w.tile.seq.q_start + token) * w.params.query.strides.token +
                                head * w.params.query.strides.head;
@@ -122,11 +123,11 @@ template <class Worker> static __device__ __forceinline__ void load_code_queries
                 WeightScale power = weight_scale(most);
                 factor = power.factor, inverse = power.inverse;
             }
-            if (w.lane == 0) w.shared.query_scale[row] = inverse;
+            if (w.lane == 0) w.shared.query_scale[slot] = inverse;
 #pragma unroll
             for (int i = 0; i < SLOTS; i += 2) {
                 int at = (w.lane * SLOTS + i) * 2;
-                unsigned to = swizzle(w.query, row, QUERY_PITCH, at % 128) + at / 128 * 128;
+                unsigned to = swizzle(w.query, slot, QUERY_PITCH, at % 128) + at / 128 * 128;
                 *(unsigned *)__cvta_shared_to_generic(to) =
                     Element<ElementType::F16>::pack(value[i] * factor, value[i + 1] * factor);
             }

@@ -1,5 +1,6 @@
 // Tile shapes and shared-memory layout of a decode kernel, from its macros: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM,
-// TILE_ROWS, FALLBACK, and CACHE where keys and values are not stored as queries are.
+// TILE_ROWS, FALLBACK, CACHE where keys and values are not stored as queries are, and HEADS where a tile has several
+// key/value heads.
 #pragma once
 #include "common/cache_class.cuh"
 #include "common/element.cuh"
@@ -10,6 +11,14 @@ typedef E::Bits Bits;
 constexpr bool WIDE_ELEMENT = ElementType(ELEMENT_TYPE) == ElementType::F32;
 constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
 constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
+
+// Adjacent key/value heads of a tile, which the parameters count as one with the rows of all: each has one warp of a
+// group, and up to 8 rows. Rows of q8_0 and q4_0 share sectors with those of the next head, and are copied together.
+#ifndef HEADS
+#define HEADS 1
+#endif
+constexpr int TILE_HEADS = HEADS;
+static_assert(TILE_HEADS == 1 || (TILE_ROWS == 8 * TILE_HEADS && !FALLBACK), "8 rows per head, in runs of 16 keys");
 
 // An element of rows of a class that has no blocks.
 template <bool BYTES> struct StoredElement {
@@ -30,7 +39,8 @@ template <CacheClass CLASS, int DIM> struct Side {
     static constexpr int BLOCK_BYTES = IS_Q8_0 ? 34 : 18;
     static constexpr int BYTES = IS_BYTES ? 1 : HAS_BLOCKS ? BLOCK_BYTES : ELEMENT_BYTES;
     static constexpr int ITEMS_PER_CHUNK = 16 / sizeof(Item);
-    static constexpr int ROW_BYTES = HAS_BLOCKS ? DIM / 32 * BLOCK_BYTES : DIM * BYTES;
+    static constexpr int HEAD_BYTES = HAS_BLOCKS ? DIM / 32 * BLOCK_BYTES : DIM * BYTES;
+    static constexpr int ROW_BYTES = TILE_HEADS * HEAD_BYTES; // of all heads of the tile
 
     // Rows of blocks start at multiples of 4, 8 or 16 bytes, and are copied from the multiple of 16 before.
     static constexpr int ALIGNMENT = ROW_BYTES % 16 == 0 ? 16 : ROW_BYTES % 8 == 0 ? 8 : 4;
@@ -79,9 +89,9 @@ constexpr int NOTE_BYTES = CACHE_CLASS == CacheClass::Any ? 2 * TILE_KEYS * ROW_
 constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH) + 2 * STORED_ROOM + SCALE_BYTES + NOTE_BYTES;
 // One stage where two would not fit into the 99 KB of a consumer GPU, and for rows of any format, which take more time
 // to convert than to copy; three where stages are small blocks. Keep in step with shape.rs.
-constexpr int STAGES = CACHE_CLASS == CacheClass::Any || STAGE_BYTES > 48 * 1024                 ? 1
-                       : KeySide::HAS_BLOCKS && ValueSide::HAS_BLOCKS && STAGE_BYTES <= 6 * 1024 ? 3
-                                                                                                 : 2;
+constexpr int STAGES = CACHE_CLASS == CacheClass::Any || STAGE_BYTES > TILE_HEADS * 48 * 1024                 ? 1
+                       : KeySide::HAS_BLOCKS && ValueSide::HAS_BLOCKS && STAGE_BYTES <= TILE_HEADS * 6 * 1024 ? 3
+                                                                                                              : 2;
 constexpr int PREFETCH_DISTANCE = STAGES - 1; // K tiles that copies run ahead of the MMAs
 constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 
@@ -91,7 +101,9 @@ constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
 constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
 // Every warp that shares keys converts their codes: with codes, a warp has more rows.
 constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? (HAS_CODES ? 4 : 2) : 1;
-constexpr int MMA_ROW_TILES = TILE_ROWS / 8 < MAX_MMA_ROW_TILES ? TILE_ROWS / 8 : MAX_MMA_ROW_TILES;
+constexpr int MMA_ROW_TILES = TILE_HEADS > 1                      ? 1
+                              : TILE_ROWS / 8 < MAX_MMA_ROW_TILES ? TILE_ROWS / 8
+                                                                  : MAX_MMA_ROW_TILES;
 constexpr int ROW_WARPS = TILE_ROWS / 8 / MMA_ROW_TILES;
 constexpr int WARPS_PER_GROUP = ROW_WARPS * VALUE_WARPS;
 constexpr int THREADS_PER_GROUP = WARPS_PER_GROUP * 32;

@@ -26,11 +26,11 @@ static __device__ __forceinline__ bool is_scheduled(const AttentionParameters &p
 }
 
 struct Shared {
-    RowFacts rows[TILE_ROWS];
+    RowFacts rows[TILE_ROWS]; // by slot
     float max[MAX_KEY_GROUPS][TILE_ROWS];
     float sum[MAX_KEY_GROUPS][TILE_ROWS];
 #if READS_CODES
-    float query_scale[TILE_ROWS]; // inverse powers of two
+    float query_scale[TILE_ROWS]; // by slot: inverse powers of two
 #endif
     // Running states of a tile's rows in batch-invariant mode; double-buffered, because one is read while the other is
     // written.
@@ -63,5 +63,13 @@ struct Tile {
         unsigned packed = first_row + row;
         token = seq.q_len == 1 ? 0 : packed / (unsigned)params.group;
         head = kv_head * params.group + packed - token * params.group;
+    }
+
+    // The row in a slot of shared memory: each of several heads has 8 slots. -1 if there is none.
+    __device__ __forceinline__ int row_of_slot(const AttentionParameters &params, int slot) const {
+        if (TILE_HEADS == 1) return slot < rows ? slot : -1;
+        unsigned group = params.group / TILE_HEADS, token = slot % 8 / group;
+        int row = token * params.group + slot / 8 * group + slot % 8 - token * group;
+        return token < seq.q_len ? row : -1;
     }
 };
