@@ -186,11 +186,11 @@ impl random::Device for Runner {
         self.set_garbage(how.garbage);
         let planned = |gpu: &Gpu, inputs: &Inputs<_>, outputs: &Outputs<_>| {
             let here = gpu.machine().clone();
-            // Fewer multiprocessors: more work for each.
+            // Fewer multiprocessors: more work for each. An even number, for clusters of two CTAs.
             let machine = match how.plan % 4 {
                 0 | 1 => here,
-                2 => with_multiprocessors(here, 1),
-                _ => with_multiprocessors(here, 3),
+                2 => with_multiprocessors(here, 2),
+                _ => with_multiprocessors(here, 4),
             };
             Plan::new(&Problem::from_operands(inputs, outputs)?, &machine)
         };

@@ -115,7 +115,7 @@ fn batches(noise: &mut Noise, spec: Spec) -> Spec {
         };
         SequenceSpec { id, q_len, kv_len }
     };
-    // Some plans are for GPUs of one multiprocessor, which has enough to read.
+    // Some plans are for GPUs of two multiprocessors, which have enough to read.
     let count = 60 / kv_heads as u64 + 2;
     let sequences = (0..count).map(&mut sequence).collect();
     let blocks = noise.pick(&[DType::Q8_0, DType::Q8_0, DType::Q4_0]);
