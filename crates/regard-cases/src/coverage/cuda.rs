@@ -1,6 +1,7 @@
 //! The CUDA modules: the shipped modules, and the modules that a run launches.
 
 use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
+use crate::cuda::with_multiprocessors;
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
 use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module, Storage};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
@@ -164,14 +165,6 @@ const WINDOWED: [[usize; 5]; 4] =
 
 /// A window that it takes.
 const SHORT_WINDOW: Window = Window { left: Some(60), right: Some(20) };
-
-/// The machine, if its GPU had that many multiprocessors.
-pub(crate) fn with_multiprocessors(mut machine: Machine, multiprocessors: usize) -> Machine {
-    if let Device::Cuda(facts) = &mut machine.device {
-        facts.multiprocessors = multiprocessors;
-    }
-    machine
-}
 
 fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let operands = module.operands()?;

@@ -4,14 +4,13 @@
 pub mod laws;
 mod mirror;
 
-use crate::coverage::cuda::with_multiprocessors;
 use crate::random;
 use mirror::Mirror;
 pub use mirror::MirrorMut;
 use regard::cuda::cudarc::driver::sys::CUevent_flags;
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, RawWorkspace, driver_error};
-use regard::{Error, Inputs, Outputs, Plan, Problem, Tensor};
+use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Tensor};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -200,6 +199,14 @@ impl random::Device for Runner {
     fn reads_cache(&self, spec: &crate::Spec) -> bool {
         spec.has_plan_on(self.gpu.machine())
     }
+}
+
+/// The machine, if its GPU had that many multiprocessors.
+pub(crate) fn with_multiprocessors(mut machine: Machine, multiprocessors: usize) -> Machine {
+    if let Device::Cuda(facts) = &mut machine.device {
+        facts.multiprocessors = multiprocessors;
+    }
+    machine
 }
 
 /// The modules that a plan launches.

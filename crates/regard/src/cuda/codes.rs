@@ -1,13 +1,13 @@
 //! Decode over codes on Hopper with WGMMA: which problems have it, and how it is launched.
 
 use super::registry::{self, DecodeConfig, Element, Module};
-use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
-use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
+use super::work::{
+    PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16, start_units,
+    tiles,
+};
+use super::{COUNTER_BYTES, Decode, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
-
-/// Rows per CTA of the kernel that combines partial states: one per warp.
-const COMBINE_ROWS: usize = 8;
 
 /// Rows per key/value head that `mma.sync` reads codes for as fast as memory brings them.
 const FEW_ROWS: usize = 8;
@@ -37,16 +37,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + ctas * 2 * partial_bytes;
     let combines = 2 * tiles <= ctas && problem.queries == QueryStorage::Batched;
-    let combine = combines.then(|| Combine {
-        launch: Launch {
-            module: module.name(),
-            entry: "combine",
-            grid: [tiles as u32, (config.tile_rows / COMBINE_ROWS) as u32, 1],
-            threads: (32 * COMBINE_ROWS) as u32,
-            ..Launch::default()
-        },
-        at: partials_end,
-    });
+    let combine = combines.then(|| combine(module, tiles, config.tile_rows, partials_end));
     let decode = Decode {
         launch: Launch {
             module: module.name(),
@@ -89,8 +80,7 @@ fn is_suitable(problem: &Problem) -> bool {
     problem.key_dtype.is_code()
         && problem.value_dtype.is_code()
         && packed_rows(problem) > FEW_ROWS
-        && problem.variant.has_unmodified_scores()
-        && problem.variant.has_even_ranges()
+        && has_plain_scores(problem)
         && problem.rotary_dim == 0
         && problem.key_lists.is_none()
         // The splits of a batch-invariant result are those of every other module.
@@ -116,16 +106,9 @@ fn find_module(
 mod tests {
     use super::*;
 
+    use crate::cuda::facts;
     use crate::dtype::DType;
-    use crate::machine::{Device, Machine};
     use crate::problem::KvStorage;
-
-    fn facts(name: &str) -> CudaFacts {
-        match name.parse::<Machine>().unwrap().device {
-            Device::Cuda(facts) => facts,
-            _ => unreachable!("{name} is a GPU"),
-        }
-    }
 
     /// Verification of 8 tokens over e4m3.
     fn problem(batch: usize) -> Problem {

@@ -4,15 +4,15 @@
 use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
 use super::shape::{Shape, max_key_groups};
-use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
+use super::work::{
+    COMBINE_ROWS, PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16,
+    start_units, tiles,
+};
 use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
 use crate::split::INVARIANT_KEYS;
-
-/// Rows per CTA of the kernel that combines partial states: one per warp.
-const COMBINE_ROWS: usize = 8;
 
 /// Bytes of keys and values from which on a decode launch may wait for the kernel in front.
 /// Measured on an H200 in tiles that are not split: 64 MB lose by it, 128 MB gain.
@@ -36,7 +36,8 @@ pub(super) struct DecodeKernel {
     pub exact_dims: bool,
     pub cache: Cache,
     pub tile_rows: usize,
-    /// Key/value heads of a tile; the problem has so many fewer, each with the rows of all.
+    /// Key/value heads of a tile: the kernel sees the problem of
+    /// [`joined_heads`](super::work::joined_heads).
     pub tile_heads: usize,
     pub shape: Shape,
     /// The shape of the largest tile that this GPU can run.
@@ -73,8 +74,7 @@ impl DecodeKernel {
     /// GPU. Tiles of one head are as fast where each has a CTA of its own, and have fewer parts to
     /// combine.
     pub fn for_heads(problem: &Problem, facts: &CudaFacts) -> Option<DecodeKernel> {
-        let suits = problem.variant.has_unmodified_scores()
-            && problem.variant.has_even_ranges()
+        let suits = has_plain_scores(problem)
             && page_aligned_16(problem)
             && problem.key_lists.is_none()
             && !problem.batch_invariant
@@ -200,8 +200,7 @@ fn find_specialized(
     facts: &CudaFacts,
     fallback: &DecodeConfig,
 ) -> Option<&'static Module> {
-    let plain = problem.variant.has_unmodified_scores()
-        && problem.variant.has_even_ranges()
+    let plain = has_plain_scores(problem)
         && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
         && page_aligned_16(problem)
         && problem.key_lists.is_none_or(|lists| lists.lists_pages() && !problem.batch_invariant);
@@ -356,16 +355,7 @@ fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) ->
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;
-    combines.then(|| Combine {
-        launch: Launch {
-            module: kernel.module.name(),
-            entry: "combine",
-            grid: [grid.tiles as u32, (kernel.tile_rows / COMBINE_ROWS) as u32, 1],
-            threads: (32 * COMBINE_ROWS) as u32,
-            ..Launch::default()
-        },
-        at: grid.partials_end,
-    })
+    combines.then(|| combine(kernel.module, grid.tiles, kernel.tile_rows, grid.partials_end))
 }
 
 /// Number of CTAs of a decode kernel that a multiprocessor has at a time, and their size.
@@ -434,16 +424,9 @@ fn needs_all_groups(problem: &Problem, kernel: &DecodeKernel) -> bool {
 mod tests {
     use super::*;
 
+    use crate::cuda::facts;
     use crate::cuda::work::joined_heads;
-    use crate::machine::{Device, Machine};
     use crate::problem::KvStorage;
-
-    fn facts(name: &str) -> CudaFacts {
-        match name.parse::<Machine>().unwrap().device {
-            Device::Cuda(facts) => facts,
-            _ => unreachable!("{name} is a GPU"),
-        }
-    }
 
     /// Decoding over blocks, 32 sequences.
     fn problem(blocks: DType) -> Problem {
@@ -488,12 +471,13 @@ mod tests {
 
     #[test]
     fn joined_heads_keep_all_rows() {
-        let joined = joined_heads(&problem(DType::Q8_0), 8);
+        let problem = problem(DType::Q8_0);
+        let joined = joined_heads(&problem, 8);
         assert_eq!((joined.kv_heads, packed_rows(&joined)), (1, 32));
         let grid = DecodeGrid::for_kernel(
             &joined,
             &facts("h200"),
-            &DecodeKernel::for_heads(&problem(DType::Q8_0), &facts("h200")).unwrap(),
+            &DecodeKernel::for_heads(&problem, &facts("h200")).unwrap(),
         );
         // A group of 8 warps; K tiles of 70 KB, of which two fit into shared memory.
         assert_eq!((grid.tiles, grid.ctas, grid.key_groups), (32, 132, 1));

@@ -164,14 +164,7 @@ fn find_module(
 mod tests {
     use super::*;
 
-    use crate::machine::{Device, Machine};
-
-    fn facts(name: &str) -> CudaFacts {
-        match name.parse::<Machine>().unwrap().device {
-            Device::Cuda(facts) => facts,
-            _ => unreachable!("{name} is a GPU"),
-        }
-    }
+    use crate::cuda::facts;
 
     /// Decoding of `heads` over one latent head; caches have `keys` keys.
     fn problem(batch: usize, heads: usize, keys: usize) -> Problem {

@@ -281,13 +281,7 @@ pub(super) fn decode_call(
     workspace: u64,
     context: DecodeContext,
 ) -> DecodeCall {
-    let joined;
-    let problem = if decode.tile_heads == 1 {
-        problem
-    } else {
-        joined = work::joined_heads(problem, decode.tile_heads);
-        &joined
-    };
+    let problem = &*work::joined_heads(problem, decode.tile_heads);
     let lists = list_parameters(problem, inputs);
     let rows = problem.listed_rows();
     let known = match (&rows, &lists) {

@@ -401,3 +401,12 @@ const _: () = {
     assert!(Element::Bf16.number() == ElementType::BF16 as usize);
     assert!(Element::F32.number() == ElementType::F32 as usize);
 };
+
+/// The facts of a GPU by its name as a [`Machine`](crate::machine::Machine).
+#[cfg(test)]
+fn facts(name: &str) -> crate::machine::CudaFacts {
+    match name.parse::<crate::machine::Machine>().unwrap().device {
+        crate::machine::Device::Cuda(facts) => facts,
+        _ => unreachable!("{name} is a GPU"),
+    }
+}

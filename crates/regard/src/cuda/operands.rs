@@ -78,12 +78,8 @@ pub(super) fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
 /// Whether the rows of blocks of a token follow one another, head by head, and start at multiples
 /// of 16 bytes together.
 pub(super) fn reads_joined_rows(tensor: &Tensor<DeviceMemory>) -> bool {
-    let size = tensor.dtype().size() as i64;
-    let (shape, strides, heads) = (tensor.shape(), tensor.strides(), tensor.rank() - 2);
-    let aligned = |(&n, &stride): (&usize, &i64)| n <= 1 || stride.wrapping_mul(size) % 16 == 0;
-    tensor.address().is_multiple_of(16)
-        && strides[heads] == shape[heads + 1] as i64
-        && shape.iter().zip(strides).take(heads).all(aligned)
+    let heads = tensor.rank() - 2;
+    starts_at_16(tensor, heads) && tensor.strides()[heads] == tensor.shape()[heads + 1] as i64
 }
 
 /// The parameters of a cache that is not stored in the type of queries.
@@ -185,10 +181,15 @@ fn set_operands(
 
 /// Whether every row starts at a multiple of 16 bytes.
 pub(super) fn reads_16_bytes(tensor: &Tensor<DeviceMemory>) -> bool {
+    starts_at_16(tensor, tensor.rank() - 1)
+}
+
+/// Whether all that `leading` dimensions count starts at a multiple of 16 bytes.
+fn starts_at_16(tensor: &Tensor<DeviceMemory>, leading: usize) -> bool {
     let size = tensor.dtype().size() as i64;
-    let rows = tensor.shape().iter().zip(tensor.strides()).take(tensor.rank() - 1);
+    let counted = tensor.shape().iter().zip(tensor.strides()).take(leading);
     tensor.address().is_multiple_of(16)
-        && rows.into_iter().all(|(&n, &stride)| n <= 1 || (stride.wrapping_mul(size)) % 16 == 0)
+        && counted.into_iter().all(|(&n, &stride)| n <= 1 || (stride.wrapping_mul(size)) % 16 == 0)
 }
 
 /// Whether every row starts at a multiple of four elements.

@@ -5,6 +5,7 @@
 //! takes one tile after the other.
 
 use super::registry::{self, Build, Cache, Element, Family, Module, PrefillConfig};
+use super::work::has_plain_scores;
 use super::{
     COUNTER_BYTES, Launch, MapSpace, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel,
     WORKSPACE_ALIGNMENT,
@@ -117,7 +118,8 @@ pub(super) fn find_scaled(problem: &Problem, facts: &CudaFacts) -> Option<Prefil
         let kind = Kind { build, cache: Cache::Scaled, element };
         find_kind(Family::PrefillSm90, kind, problem, facts)
     };
-    let plain = || find(Build::Specialized).filter(|kernel| is_plain(problem) && kernel.exact_dims);
+    let plain =
+        || find(Build::Specialized).filter(|kernel| has_plain_scores(problem) && kernel.exact_dims);
     has_wgmma(problem, facts).then(|| plain().or_else(|| find(Build::Fallback))).flatten()
 }
 
@@ -167,7 +169,8 @@ fn find_specialized_cache(
     if problem.value_dtype.is_code() && has_wgmma(problem, facts) && problem.key_dtype.is_code() {
         let hopper = Kind { build: Build::Specialized, cache: Cache::Bytes, element };
         let kernel = find_kind(Family::PrefillSm90, hopper, problem, facts);
-        if let Some(kernel) = kernel.filter(|kernel| is_plain(problem) && kernel.exact_dims) {
+        if let Some(kernel) = kernel.filter(|kernel| has_plain_scores(problem) && kernel.exact_dims)
+        {
             return (Some(kernel), stored);
         }
     }
@@ -210,7 +213,7 @@ fn find_stored(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
         && is_taken(problem.key_dtype)
         && is_taken(problem.value_dtype)
         && problem.rotary_dim == 0
-        && is_plain(problem)
+        && has_plain_scores(problem)
         && has_wgmma(problem, facts);
     let element = Element::from_dtype(problem.dtype);
     let stored = Kind { build: Build::Specialized, cache: Cache::Any, element };
@@ -218,11 +221,6 @@ fn find_stored(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
         .then(|| find_kind(Family::PrefillSm90, stored, problem, facts))
         .flatten()
         .filter(|kernel| kernel.exact_dims)
-}
-
-/// Whether scores are plain, of rows whose ranges of keys move by one key per row.
-fn is_plain(problem: &Problem) -> bool {
-    problem.variant.has_unmodified_scores() && problem.variant.has_even_ranges()
 }
 
 /// The fastest kernels for a problem, if there are any beside the fallback: one of Hopper's with
@@ -272,7 +270,7 @@ fn find_window(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
 /// module's exact head dims and outputs of the operands' type. The scores of the one above head
 /// dim 256 are not exact enough for a log-sum-exp.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let plain = is_plain(problem)
+    let plain = has_plain_scores(problem)
         && problem.out_dtype == problem.dtype
         && !(family == Family::PrefillSm90Wide && problem.lse);
     find_module(family, Build::Specialized, problem, facts)
@@ -421,14 +419,11 @@ pub(super) const COUNTERS_AT: usize = COUNTER_BYTES - PREFILL_COUNTER_BYTES;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::{Device, Machine};
+    use crate::cuda::facts;
     use crate::variant::Window;
 
     fn h200() -> CudaFacts {
-        match "h200".parse::<Machine>().unwrap().device {
-            Device::Cuda(facts) => facts,
-            _ => unreachable!("h200 is a GPU"),
-        }
+        facts("h200")
     }
 
     #[test]

@@ -174,14 +174,7 @@ mod tests {
     fn shape(cache: Cache, dim: usize, tile_rows: usize) -> Shape {
         let (element, build) = (Element::Bf16, Build::Fallback);
         let operands = Operands { element, head_dim: dim, value_dim: dim, build };
-        Shape::new(&DecodeConfig {
-            operands,
-            cache,
-            tile_rows,
-            tile_heads: 1,
-            lists: false,
-            wgmma: false,
-        })
+        Shape::new(&DecodeConfig::new(operands, cache, tile_rows))
     }
 
     #[test]

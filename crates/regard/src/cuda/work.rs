@@ -1,6 +1,12 @@
 //! Decode's units of work: tiles of rows, and units of keys.
 
+use super::registry::Module;
+use super::{Combine, Launch};
 use crate::problem::{KvStorage, Problem};
+use std::borrow::Cow;
+
+/// Rows per CTA of the kernel that combines partial states: one per warp.
+pub(super) const COMBINE_ROWS: usize = 8;
 
 /// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
 /// first and the last CTA.
@@ -36,6 +42,34 @@ pub(super) fn page_aligned_16(problem: &Problem) -> bool {
 
 /// The problem as a kernel sees it whose tiles have several adjacent key/value heads: these are one
 /// head with the rows of all.
-pub(super) fn joined_heads(problem: &Problem, tile_heads: usize) -> Problem {
-    Problem { kv_heads: problem.kv_heads / tile_heads, ..problem.clone() }
+pub(super) fn joined_heads(problem: &Problem, tile_heads: usize) -> Cow<'_, Problem> {
+    match tile_heads {
+        1 => Cow::Borrowed(problem),
+        n => Cow::Owned(Problem { kv_heads: problem.kv_heads / n, ..problem.clone() }),
+    }
+}
+
+/// Whether scores are plain, of rows whose ranges of keys move by one key per row.
+pub(super) fn has_plain_scores(problem: &Problem) -> bool {
+    problem.variant.has_unmodified_scores() && problem.variant.has_even_ranges()
+}
+
+/// The launch of a module's kernel that combines the partial states of tiles, whose CTA ranges are
+/// at `at` in the workspace.
+pub(super) fn combine(
+    module: &'static Module,
+    tiles: usize,
+    tile_rows: usize,
+    at: usize,
+) -> Combine {
+    Combine {
+        launch: Launch {
+            module: module.name(),
+            entry: "combine",
+            grid: [tiles as u32, (tile_rows / COMBINE_ROWS) as u32, 1],
+            threads: (32 * COMBINE_ROWS) as u32,
+            ..Launch::default()
+        },
+        at,
+    }
 }

@@ -522,6 +522,11 @@ impl Operands {
 }
 
 impl DecodeConfig {
+    /// Tiles of one key/value head without lists, multiplied by `mma.sync`.
+    pub const fn new(operands: Operands, cache: Cache, tile_rows: usize) -> DecodeConfig {
+        DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: false, wgmma: false }
+    }
+
     /// Threads that a CTA of [`Family::Decode`] has at most.
     pub const MAX_THREADS: usize = 256;
 

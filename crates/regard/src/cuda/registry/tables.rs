@@ -40,14 +40,7 @@ impl Rows {
         architecture: Architecture,
     ) -> Module {
         let operands = self.operands(head_dim, value_dim, build);
-        let config = DecodeConfig {
-            operands,
-            cache: Cache::Elements,
-            tile_rows,
-            tile_heads: 1,
-            lists: false,
-            wgmma: false,
-        };
+        let config = DecodeConfig::new(operands, Cache::Elements, tile_rows);
         Module::new(Config::Decode(config), architecture)
     }
 
@@ -65,8 +58,7 @@ impl Rows {
             Specialized => Compute90,
             Fallback => Compute80,
         };
-        let config =
-            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: false, wgmma: false };
+        let config = DecodeConfig::new(operands, cache, tile_rows);
         Module::new(Config::Decode(config), architecture)
     }
 
@@ -74,9 +66,8 @@ impl Rows {
     /// rows, on Hopper and later: storage, head dim, heads.
     const fn heads(&self, cache: Cache, dims: usize, tile_heads: usize) -> Module {
         let operands = self.operands(dims, dims, Specialized);
-        let tile_rows = 8 * tile_heads;
-        let config =
-            DecodeConfig { operands, cache, tile_rows, tile_heads, lists: false, wgmma: false };
+        let one = DecodeConfig::new(operands, cache, 8 * tile_heads);
+        let config = DecodeConfig { tile_heads, ..one };
         Module::new(Config::Decode(config), Compute90)
     }
 
@@ -96,16 +87,14 @@ impl Rows {
     /// lists of keys.
     const fn latent(&self, cache: Cache, tile_rows: usize, lists: bool) -> Module {
         let operands = self.operands(576, 512, Specialized);
-        let config =
-            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists, wgmma: false };
+        let config = DecodeConfig { lists, ..DecodeConfig::new(operands, cache, tile_rows) };
         Module::new(Config::Decode(config), Compute90a)
     }
 
     /// A decode module over codes with WGMMA, for Hopper: storage, head dim, query rows per tile.
     const fn codes(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
         let operands = self.operands(dims, dims, Specialized);
-        let config =
-            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: false, wgmma: true };
+        let config = DecodeConfig { wgmma: true, ..DecodeConfig::new(operands, cache, tile_rows) };
         Module::new(Config::Decode(config), Compute90a)
     }
 
@@ -113,22 +102,15 @@ impl Rows {
     /// rows per tile.
     const fn lists(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
         let operands = self.operands(dims, dims, Fallback);
-        let config =
-            DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: true, wgmma: false };
+        let config = DecodeConfig { lists: true, ..DecodeConfig::new(operands, cache, tile_rows) };
         Module::new(Config::Decode(config), Compute80)
     }
 
     /// A decode module for rows with lists of pages: head dims of keys and values.
     const fn page_lists(&self, dims: usize, architecture: Architecture) -> Module {
         let operands = self.operands(dims, dims, Specialized);
-        let config = DecodeConfig {
-            operands,
-            cache: Cache::Elements,
-            tile_rows: 8,
-            tile_heads: 1,
-            lists: true,
-            wgmma: false,
-        };
+        let one = DecodeConfig::new(operands, Cache::Elements, 8);
+        let config = DecodeConfig { lists: true, ..one };
         Module::new(Config::Decode(config), architecture)
     }
 
