@@ -1,7 +1,7 @@
 //! Scores of a few query rows against keys that are read in place, without packing.
 
 use super::prefetch::{PrefetchCursor, PrefetchRows};
-use super::rows::RowFormat;
+use super::rows::{RowFormat, sixteen};
 use crate::cpu::vector::{PairFormat, UNIT_DIMS, Vector};
 use crate::format::BLOCK_VALUES;
 use crate::problem::MAX_HEAD_DIM;
@@ -121,9 +121,7 @@ unsafe fn sums<V: Vector, E: RowFormat, const M: usize, const J: usize>(
                 while dim < block_end {
                     // Before the loads: across these branches the loaded vectors would not all fit
                     // into registers.
-                    for _ in 0..lines_per_step {
-                        cursor.prefetch_line::<V>(&work.prefetch);
-                    }
+                    cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
                     let mut columns = [V::splat(0.0); J];
                     for j in 0..J {
                         columns[j] = E::load(keys[j], dim, scales[j]);
@@ -192,32 +190,57 @@ unsafe fn paired_sums<V: Vector, E: RowFormat, const M: usize, const J: usize>(
     cursor: &mut PrefetchCursor,
     lines_per_step: usize,
 ) -> [f32; 16] {
-    let rows = arranged.as_ptr().cast::<[[V; 2]; MAX_HEAD_DIM / UNIT_DIMS]>();
     // SAFETY: as `sums`.
     unsafe {
         let mut sums = [V::splat(0.0); 16];
         let mut dim = 0;
-        while dim < work.dims {
-            let count = (work.dims - dim).min(UNIT_DIMS);
-            for _ in 0..lines_per_step {
-                cursor.prefetch_line::<V>(&work.prefetch);
-            }
-            for j in 0..J {
-                let [low, high] = V::load_pairs(E::PAIRS, group.keys[j], dim, count);
-                for m in 0..M {
-                    let [query_low, query_high] = match E::PAIRS.is_in_order() {
-                        true => V::load_pairs(PairFormat::Bf16, paired_query(work, m), dim, count),
-                        false => rows.add(m).cast::<[V; 2]>().add(dim / UNIT_DIMS).read(),
-                    };
-                    let sum = query_low.pair_mul_add(low, sums[m * J + j]);
-                    sums[m * J + j] = query_high.pair_mul_add(high, sum);
-                }
-            }
+        // Full units apart: with a count that varies, sums would not all stay in registers.
+        while dim + UNIT_DIMS <= work.dims {
+            cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
+            add_unit::<V, E, M, J>(work, arranged, &group.keys, [dim, UNIT_DIMS], &mut sums);
             dim += UNIT_DIMS;
+        }
+        if dim < work.dims {
+            cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
+            add_unit::<V, E, M, J>(work, arranged, &group.keys, [dim, work.dims - dim], &mut sums);
         }
         let mut totals = [0.0f32; 16];
         V::sums(&sums, totals.as_mut_ptr());
         totals
+    }
+}
+
+/// Adds the products of `count` dims from `dim` on.
+///
+/// # Safety
+/// As [`paired_sums`].
+#[inline(always)]
+unsafe fn add_unit<V: Vector, E: RowFormat, const M: usize, const J: usize>(
+    work: &Dots,
+    arranged: &ArrangedQueries<V, M>,
+    keys: &[*const u8; J],
+    [dim, count]: [usize; 2],
+    sums: &mut [V; 16],
+) {
+    let rows = arranged.as_ptr().cast::<[[V; 2]; MAX_HEAD_DIM / UNIT_DIMS]>();
+    // SAFETY: same contract.
+    unsafe {
+        let mut columns = [[V::splat(0.0); 2]; J];
+        for j in 0..J {
+            columns[j] = V::load_pairs(E::PAIRS, keys[j], dim, count);
+        }
+        for m in 0..M {
+            let query = match E::PAIRS.is_in_order() {
+                true => V::load_pairs(PairFormat::Bf16, paired_query(work, m), dim, count),
+                false => rows.add(m).cast::<[V; 2]>().add(dim / UNIT_DIMS).read(),
+            };
+            for half in 0..2 {
+                for j in 0..J {
+                    let sum = &mut sums[m * J + j];
+                    *sum = query[half].pair_mul_add(columns[j][half], *sum);
+                }
+            }
+        }
     }
 }
 
@@ -278,32 +301,23 @@ unsafe fn block_dots<V: Vector, E: RowFormat, const M: usize>(work: &Dots) {
         }
     }
     for (group, addresses) in work.keys.chunks(V::LANES).enumerate() {
-        // Not by index as in `dots`, which would check the bounds of 16 indices.
-        let mut keys = [addresses[addresses.len() - 1]; 16];
-        match <&[*const u8; 16]>::try_from(addresses) {
-            Ok(addresses) => keys = *addresses,
-            Err(_) => keys[..addresses.len()].copy_from_slice(addresses),
-        }
-        for key in &mut keys {
-            *key = key.wrapping_offset(work.offset as isize);
-        }
+        let mut filled = [std::ptr::null(); 16];
+        let keys = sixteen(addresses, &mut filled);
         // SAFETY: same contract. Every key has these blocks.
         unsafe {
             let zero = V::splat(0.0);
             let mut sums = [zero; M];
             for block in 0..blocks {
-                for _ in 0..lines_per_step {
-                    cursor.prefetch_line::<V>(&work.prefetch);
-                }
-                let offset = block * size_of::<E>();
-                let pairs = V::block_columns(E::PAIRS, &keys, offset);
-                let scales = V::gather_f16(&keys, offset);
+                cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
+                let offset = work.offset as isize + (block * size_of::<E>()) as isize;
+                let codes = V::block_codes(E::PAIRS, keys, offset);
+                let scales = V::gather_f16(keys, offset);
                 let mut parts = [[zero; 4]; M];
                 let queries = rows.cast::<V>().add(block).cast::<f32>();
-                add_four_pairs::<V, M, 0>(queries, &pairs, &mut parts);
-                add_four_pairs::<V, M, 4>(queries, &pairs, &mut parts);
-                add_four_pairs::<V, M, 8>(queries, &pairs, &mut parts);
-                add_four_pairs::<V, M, 12>(queries, &pairs, &mut parts);
+                add_four_pairs::<V, M, 0>(queries, E::PAIRS, &codes, &mut parts);
+                add_four_pairs::<V, M, 1>(queries, E::PAIRS, &codes, &mut parts);
+                add_four_pairs::<V, M, 2>(queries, E::PAIRS, &codes, &mut parts);
+                add_four_pairs::<V, M, 3>(queries, E::PAIRS, &codes, &mut parts);
                 for m in 0..M {
                     let mut product = parts[m][0];
                     for chain in 1..chains_per_row(M) {
@@ -329,24 +343,28 @@ const fn chains_per_row(rows: usize) -> usize {
     }
 }
 
-/// Adds the products of pairs `FIRST` to `FIRST + 3` of a block. `queries` is the block of row 0.
-/// A function, because a loop over all pairs is not unrolled, and would keep them in memory.
+/// Adds the products of the quarter's four pairs of a block. `queries` is the block of row 0. A
+/// function, because a loop over all pairs is not unrolled, and would keep them in memory.
 ///
 /// # Safety
 /// As [`block_dots`].
 #[inline(always)]
-unsafe fn add_four_pairs<V: Vector, const M: usize, const FIRST: usize>(
+unsafe fn add_four_pairs<V: Vector, const M: usize, const QUARTER: usize>(
     queries: *const f32,
-    pairs: &[V; 16],
+    format: PairFormat,
+    codes: &[V; 8],
     parts: &mut [[V; 4]; M],
 ) {
-    for i in FIRST..FIRST + 4 {
-        for m in 0..M {
-            let part = &mut parts[m][i % chains_per_row(M)];
-            // SAFETY: same contract.
-            unsafe {
-                let query = queries.add(m * (MAX_HEAD_DIM / BLOCK_VALUES) * 16 + i);
-                *part = V::splat(*query).pair_mul_add(pairs[i], *part);
+    // SAFETY: same contract.
+    unsafe {
+        let pairs = V::block_columns(format, codes, QUARTER);
+        for i in 0..4 {
+            for m in 0..M {
+                let part = &mut parts[m][i % chains_per_row(M)];
+                let query = m * (MAX_HEAD_DIM / BLOCK_VALUES) * 16 + 4 * QUARTER + i;
+                // The second factor, because an instruction can read that one from memory: on
+                // Zen 4, to broadcast it by another takes a port that products need.
+                *part = pairs[i].pair_mul_add(V::splat(*queries.add(query)), *part);
             }
         }
     }

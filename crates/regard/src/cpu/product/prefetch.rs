@@ -30,6 +30,18 @@ pub struct PrefetchCursor {
 }
 
 impl PrefetchCursor {
+    /// Prefetches the next `count` cache lines, as far as there are some left.
+    ///
+    /// # Safety
+    /// As [`PrefetchCursor::prefetch_line`].
+    #[inline(always)]
+    pub unsafe fn prefetch_lines<V: Vector>(&mut self, prefetch: &PrefetchRows, count: usize) {
+        for _ in 0..count {
+            // SAFETY: same contract.
+            unsafe { self.prefetch_line::<V>(prefetch) };
+        }
+    }
+
     /// Prefetches the next cache line, if one is left.
     ///
     /// # Safety
@@ -78,10 +90,8 @@ impl<'a> PrefetchQueue<'a> {
         if cursor.row >= self.rows.rows.len() {
             return;
         }
-        for _ in 0..self.lines_per_portion {
-            // SAFETY: same contract.
-            unsafe { cursor.prefetch_line::<V>(&self.rows) };
-        }
+        // SAFETY: same contract.
+        unsafe { cursor.prefetch_lines::<V>(&self.rows, self.lines_per_portion) };
         self.cursor.set(cursor);
     }
 }

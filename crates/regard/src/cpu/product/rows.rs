@@ -111,6 +111,21 @@ impl RowFormat for BlockQ4_0 {
     }
 }
 
+/// The addresses of 16 rows: at most 16, of which the last one is repeated. `filled` is for fewer.
+#[inline(always)]
+pub fn sixteen<'a>(
+    addresses: &'a [*const u8],
+    filled: &'a mut [*const u8; 16],
+) -> &'a [*const u8; 16] {
+    if let Ok(all) = addresses.try_into() {
+        return all;
+    }
+    for (i, address) in filled.iter_mut().enumerate() {
+        *address = addresses[i.min(addresses.len() - 1)];
+    }
+    filled
+}
+
 /// Index of a storage type in the tables of products: behind the floats, which have that of
 /// [`Storage`](crate::cpu::vector::Storage). `None` if products do not read it in place. `paired`:
 /// products of bf16 pairs.

@@ -2,9 +2,10 @@
 
 use super::prefetch::{PrefetchCursor, PrefetchRows};
 use super::register_tile::update;
-use super::rows::RowFormat;
+use super::rows::{RowFormat, sixteen};
 use crate::cpu::vector::Vector;
-use half::{bf16, f16};
+use half::bf16;
+use std::mem::MaybeUninit;
 
 pub type WeightedFn = unsafe fn(&Weighted);
 
@@ -63,9 +64,7 @@ pub unsafe fn weighted<
                 }
                 columns[n] = E::load(value, dim, scale);
             }
-            for _ in 0..lines_per_step {
-                cursor.prefetch_line::<V>(&work.prefetch);
-            }
+            cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
             for m in 0..M {
                 let probability =
                     V::splat(*work.probabilities.add(m * work.probability_stride + k));
@@ -84,8 +83,9 @@ pub unsafe fn weighted<
 const WEIGHTED_TOGETHER: usize = 32;
 
 /// The weights of values, in pairs of bf16: per row, for each block of the head dim. They are
-/// probabilities, times the scales of the blocks if there are any.
-type Weights<const M: usize> = [[[f32; WEIGHTED_TOGETHER / 2]; 2]; M];
+/// probabilities, times the scales of the blocks if there are any. A row is a cache line.
+#[repr(align(64))]
+struct Weights<const M: usize>([[[f32; WEIGHTED_TOGETHER / 2]; 2]; M]);
 
 /// [`weighted`] for pairs of bf16, two values at a time.
 ///
@@ -97,29 +97,31 @@ unsafe fn weighted_pairs<V: Vector, E: RowFormat, const M: usize, const N: usize
     unsafe {
         // From zero: the values of one call are one partial sum of the sum over all keys.
         let mut sums = [[V::splat(0.0); N]; M];
-        let mut weights: Weights<M> = [[[0.0; WEIGHTED_TOGETHER / 2]; 2]; M];
+        let mut weights = MaybeUninit::<Weights<M>>::uninit();
+        let offset = work.offset as isize + E::offset(work.first) as isize;
         let mut cursor = PrefetchCursor::default();
         let lines_per_step = work.prefetch.lines().div_ceil(work.values.len().div_ceil(2));
         let mut first = 0;
         while first < work.values.len() {
             let count = (work.values.len() - first).min(WEIGHTED_TOGETHER);
-            compute_weights::<V, E, M, N>(work, [first, count], &mut weights);
+            compute_weights::<V, E, M, N>(work, offset, [first, count], &mut weights);
+            let weights = weights.as_ptr().cast::<[[f32; WEIGHTED_TOGETHER / 2]; 2]>();
             let values = work.values.as_ptr().add(first);
-            let offset = work.offset as isize + E::offset(work.first) as isize;
             let value = |k: usize| (*values.add(k)).wrapping_offset(offset);
             for pair in 0..count.div_ceil(2) {
                 // An odd last value is paired with itself, with weight 0.
                 let rows = [value(2 * pair), value((2 * pair + 1).min(count - 1))];
                 let mut columns = [V::splat(0.0); N];
                 V::interleave_rows(E::PAIRS, rows, &mut columns);
-                for _ in 0..lines_per_step {
-                    cursor.prefetch_line::<V>(&work.prefetch);
-                }
+                cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
                 for m in 0..M {
                     for n in 0..N {
                         let block = (n * V::LANES).checked_div(E::BLOCK).unwrap_or(0);
-                        let weight = V::splat(*weights[m][block].as_ptr().add(pair));
-                        sums[m][n] = weight.pair_mul_add(columns[n], sums[m][n]);
+                        let weight = (*weights.add(m))[block].as_ptr().add(pair);
+                        sums[m][n] = match E::BLOCK {
+                            0 => V::splat(*weight).pair_mul_add(columns[n], sums[m][n]),
+                            _ => columns[n].pair_mul_add_at(weight, sums[m][n]),
+                        };
                     }
                 }
             }
@@ -139,49 +141,45 @@ unsafe fn weighted_pairs<V: Vector, E: RowFormat, const M: usize, const N: usize
 #[inline(always)]
 unsafe fn compute_weights<V: Vector, E: RowFormat, const M: usize, const N: usize>(
     work: &Weighted,
+    offset: isize,
     [first, count]: [usize; 2],
-    weights: &mut Weights<M>,
+    weights: &mut MaybeUninit<Weights<M>>,
 ) {
+    let blocks = if E::BLOCK > 0 { (N * V::LANES).div_ceil(E::BLOCK) } else { 1 };
+    let weights = weights.as_mut_ptr();
+    let to = |m: usize, block: usize| {
+        let row = weights.cast::<[bf16; WEIGHTED_TOGETHER]>();
+        row.wrapping_add(2 * m + block).cast::<bf16>()
+    };
     let row =
         |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
-    let blocks = if E::BLOCK > 0 { (N * V::LANES).div_ceil(E::BLOCK) } else { 1 };
-    let mut scales = [[f16::ZERO; WEIGHTED_TOGETHER]; 2];
-    if E::BLOCK > 0 {
-        let offset = work.offset as isize + E::offset(work.first) as isize;
-        for i in 0..count {
+    for i in (0..count).step_by(V::LANES) {
+        // SAFETY: same contract. A row of floats has room for twice as many bf16, so whole vectors
+        // are inside it. A block begins with its scale.
+        unsafe {
+            if E::BLOCK == 0 {
+                for m in 0..M {
+                    let bits = row(m).add(first + i).cast::<[bf16; 16]>().read_unaligned();
+                    to(m, 0).add(i).cast::<[bf16; 16]>().write_unaligned(bits);
+                }
+                continue;
+            }
+            let end = (i + V::LANES).min(count);
+            let mut filled = [std::ptr::null(); 16];
+            let values = sixteen(&work.values[first + i..first + end], &mut filled);
             for block in 0..blocks {
-                // SAFETY: same contract. A block begins with its scale.
-                unsafe {
-                    let value = (*work.values.as_ptr().add(first + i)).wrapping_offset(offset);
-                    let scale = value.wrapping_add(block * size_of::<E>()).cast::<f16>();
-                    scales[block][i] = scale.read_unaligned();
+                let scales = V::gather_f16(values, offset + (block * size_of::<E>()) as isize);
+                for m in 0..M {
+                    let weights = V::load_bf16(row(m).add(first + i)).mul(scales);
+                    weights.store_paired(to(m, block).add(i));
                 }
             }
         }
     }
-    for block in 0..blocks {
-        for m in 0..M {
-            let to = weights[m][block].as_mut_ptr().cast::<bf16>();
-            // SAFETY: same contract. A row of floats has room for twice as many bf16, so whole
-            // vectors are inside it.
-            unsafe {
-                for i in (0..WEIGHTED_TOGETHER).step_by(V::LANES) {
-                    let from = row(m).add(first + i);
-                    match E::BLOCK {
-                        0 => {
-                            let bits = from.cast::<[bf16; 16]>().read_unaligned();
-                            to.add(i).cast::<[bf16; 16]>().write_unaligned(bits);
-                        }
-                        _ => {
-                            let scales = V::load_f16(scales[block].as_ptr().add(i));
-                            V::load_bf16(from).mul(scales).store_paired(to.add(i));
-                        }
-                    }
-                }
-                if !count.is_multiple_of(2) {
-                    to.add(count).write(bf16::ZERO);
-                }
-            }
+    if !count.is_multiple_of(2) {
+        for (m, block) in (0..M).flat_map(|m| (0..blocks).map(move |block| (m, block))) {
+            // SAFETY: there is room for an even number of weights.
+            unsafe { to(m, block).add(count).write(bf16::ZERO) };
         }
     }
 }

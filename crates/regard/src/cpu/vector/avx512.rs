@@ -311,6 +311,10 @@ impl Vector for Avx512 {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
+    unsafe fn pair_mul_add_at(self, factor: *const f32, addend: Self) -> Self {
+        Avx512(avx512_bf16::pair_mul_add_at(self.0, factor, addend.0))
+    }
+    #[inline(always)]
     unsafe fn pair_mul_add(self, factor: Self, addend: Self) -> Self {
         Self(avx512_bf16::pair_mul_add(self.0, factor.0, addend.0))
     }
@@ -369,19 +373,23 @@ impl Vector for Avx512 {
         to.copy_from_slice(&wrap(pairs)[..to.len()]);
     }
     #[inline(always)]
-    unsafe fn block_columns(
-        format: PairFormat,
-        keys: &[*const u8; 16],
-        offset: usize,
-    ) -> [Self; 16] {
-        wrap(avx512_pairs::columns(format, keys, offset))
+    unsafe fn block_codes(format: PairFormat, keys: &[*const u8; 16], offset: isize) -> [Self; 8] {
+        wrap(avx512_pairs::block_codes(format, keys, offset))
+    }
+    #[inline(always)]
+    unsafe fn block_columns(format: PairFormat, codes: &[Self; 8], quarter: usize) -> [Self; 4] {
+        let mut registers = [_mm512_setzero_ps(); 8];
+        for n in 0..8 {
+            registers[n] = codes[n].0;
+        }
+        wrap(avx512_pairs::columns(format, &registers, quarter))
     }
     #[inline(always)]
     unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> Self {
         Avx512(avx512_pairs::arrange_block(format, elements))
     }
     #[inline(always)]
-    unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> Self {
+    unsafe fn gather_f16(rows: &[*const u8; 16], offset: isize) -> Self {
         Avx512(avx512_pairs::gather_f16(rows, offset))
     }
 }

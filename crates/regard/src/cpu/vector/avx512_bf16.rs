@@ -2,6 +2,7 @@
 //! multiplies pairs of bf16 and accumulates in f32.
 
 use half::bf16;
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// # Safety
@@ -35,4 +36,24 @@ pub unsafe fn store_paired(vector: __m512, to: *mut bf16) {
         let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(vector));
         _mm256_storeu_si256(to.cast(), rounded);
     }
+}
+
+/// [`pair_mul_add`] with the pair at `factor` in all lanes.
+///
+/// # Safety
+/// The CPU has AVX512_BF16; `factor` holds a pair.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub unsafe fn pair_mul_add_at(a: __m512, factor: *const f32, mut addend: __m512) -> __m512 {
+    // SAFETY: same contract. The instruction reads a pair and writes a register.
+    unsafe {
+        asm!(
+            "vdpbf16ps {addend}, {a}, dword ptr [{factor}]{{1to16}}",
+            addend = inout(zmm_reg) addend,
+            a = in(zmm_reg) a,
+            factor = in(reg) factor,
+            options(pure, readonly, nostack, preserves_flags),
+        );
+    }
+    addend
 }

@@ -9,23 +9,21 @@
 )]
 
 use super::avx512_bf16;
-use super::avx512_vbmi::{TRANSPOSED_DWORDS, e4m3_words, load_512, unpack};
+use super::avx512_vbmi::{TRANSPOSED_DWORDS, e4m3_words, load_512, look_up, signed_words, unpack};
 use super::{PairFormat, UNIT_DIMS};
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 use std::mem::offset_of;
 
-/// The lower and the upper byte of each code's value as bf16, of an `i8` cache: of the codes from 0
-/// on, and of the codes from -128 on. The low seven bits of a code are its index.
-static I8_BYTES: [[[u8; 128]; 2]; 2] = {
-    let mut bytes = [[[0; 128]; 2]; 2];
-    let mut index = 0;
-    while index < 128 {
-        let (positive, negative) = (index as f32, index as f32 - 128.0);
-        [bytes[0][0][index], bytes[0][1][index]] = bf16::from_f32_const(positive).to_le_bytes();
-        [bytes[1][0][index], bytes[1][1][index]] = bf16::from_f32_const(negative).to_le_bytes();
-        index += 1;
+/// The upper and the lower byte of each magnitude of an `i8` code as bf16.
+static I8_BYTES: [[u8; 128]; 2] = {
+    let mut bytes = [[0; 128]; 2];
+    let mut magnitude = 0;
+    while magnitude < 128 {
+        let value = bf16::from_f32_const(magnitude as f32);
+        [bytes[0][magnitude], bytes[1][magnitude]] = value.to_be_bytes();
+        magnitude += 1;
     }
     bytes
 };
@@ -139,40 +137,58 @@ pub unsafe fn arrange(format: PairFormat, pairs: [__m512; 2]) -> [__m512; 2] {
     }
 }
 
+/// [`Vector::block_codes`](super::Vector::block_codes): vector i holds bytes 4 i to 4 i + 3 of all
+/// blocks.
+///
+/// # Safety
+/// As there. The enclosing function enables AVX-512F.
+#[inline(always)]
+pub unsafe fn block_codes(
+    format: PairFormat,
+    keys: &[*const u8; 16],
+    offset: isize,
+) -> [__m512; 8] {
+    let (first, vectors) = match format {
+        PairFormat::Q8_0 => (offset_of!(BlockQ8_0, codes), 8),
+        PairFormat::Q4_0 => (offset_of!(BlockQ4_0, nibbles), 4),
+        _ => unreachable!("they have no blocks"),
+    };
+    let mut codes = [_mm512_setzero_ps(); 8];
+    for i in (0..vectors).step_by(4) {
+        let dwords = transposed_dwords(keys, offset + (first + 4 * i) as isize);
+        for j in 0..4 {
+            codes[i + j] = as_floats(dwords[j]);
+        }
+    }
+    codes
+}
+
 /// [`Vector::block_columns`](super::Vector::block_columns).
 ///
 /// # Safety
 /// As there. The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
-pub unsafe fn columns(format: PairFormat, keys: &[*const u8; 16], offset: usize) -> [__m512; 16] {
-    let mut pairs = [_mm512_setzero_ps(); 16];
-    match format {
+pub unsafe fn columns(format: PairFormat, codes: &[__m512; 8], quarter: usize) -> [__m512; 4] {
+    // No closures: they would be compiled without the level's instructions.
+    let pairs = match format {
         PairFormat::Q8_0 => {
             let order = load_512(HALVES_OF_DWORDS.as_ptr());
-            for part in 0..2 {
-                let codes = offset + offset_of!(BlockQ8_0, codes) + 16 * part;
-                let dwords = transposed_dwords(keys, codes);
-                for i in 0..4 {
-                    let [low, high] = i8_words(_mm512_shuffle_epi8(dwords[i], order));
-                    pairs[8 * part + 2 * i] = as_floats(low);
-                    pairs[8 * part + 2 * i + 1] = as_floats(high);
-                }
-            }
+            let first = _mm512_castps_si512(codes[2 * quarter]);
+            let second = _mm512_castps_si512(codes[2 * quarter + 1]);
+            let [a, b] = i8_words(_mm512_shuffle_epi8(first, order));
+            let [c, d] = i8_words(_mm512_shuffle_epi8(second, order));
+            [a, b, c, d]
         }
         PairFormat::Q4_0 => {
-            let dwords = transposed_dwords(keys, offset + offset_of!(BlockQ4_0, nibbles));
-            for i in 0..4 {
-                let [first, second] = nibbles(dwords[i]);
-                let [third, fourth] = nibbles(_mm512_srli_epi16::<8>(dwords[i]));
-                pairs[4 * i] = as_floats(first);
-                pairs[4 * i + 1] = as_floats(second);
-                pairs[4 * i + 2] = as_floats(third);
-                pairs[4 * i + 3] = as_floats(fourth);
-            }
+            let words = _mm512_castps_si512(codes[quarter]);
+            let [a, b] = nibbles(words);
+            let [c, d] = nibbles(_mm512_srli_epi16::<8>(words));
+            [a, b, c, d]
         }
         _ => unreachable!("they have no blocks"),
-    }
-    pairs
+    };
+    let [a, b, c, d] = pairs;
+    [as_floats(a), as_floats(b), as_floats(c), as_floats(d)]
 }
 
 /// [`Vector::arrange_block`](super::Vector::arrange_block).
@@ -191,8 +207,8 @@ pub unsafe fn arrange_block(format: PairFormat, elements: *const bf16) -> __m512
 
 /// 16 bytes at `offset` of each of 16 rows: vector i holds bytes 4 i to 4 i + 3 of all rows.
 #[inline(always)]
-unsafe fn transposed_dwords(rows: &[*const u8; 16], offset: usize) -> [__m512i; 4] {
-    let load = |row: usize| _mm_loadu_si128(rows[row].wrapping_add(offset).cast());
+unsafe fn transposed_dwords(rows: &[*const u8; 16], offset: isize) -> [__m512i; 4] {
+    let load = |row: usize| _mm_loadu_si128(rows[row].wrapping_offset(offset).cast());
     // Lane l has row 4 l + r.
     let mut lanes = [_mm512_setzero_si512(); 4];
     for r in 0..4 {
@@ -217,10 +233,10 @@ unsafe fn transposed_dwords(rows: &[*const u8; 16], offset: usize) -> [__m512i; 
 /// # Safety
 /// As there. The enclosing function enables AVX-512F.
 #[inline(always)]
-pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: usize) -> __m512 {
+pub unsafe fn gather_f16(rows: &[*const u8; 16], offset: isize) -> __m512 {
     let mut numbers = [f16::ZERO; 16];
     for i in 0..16 {
-        numbers[i] = rows[i].wrapping_add(offset).cast::<f16>().read_unaligned();
+        numbers[i] = rows[i].wrapping_offset(offset).cast::<f16>().read_unaligned();
     }
     _mm512_cvtph_ps(_mm256_loadu_si256(numbers.as_ptr().cast()))
 }
@@ -301,18 +317,12 @@ unsafe fn load_codes(from: *const u8, count: usize) -> __m512i {
 /// 64 codes of an `i8` cache as bf16, unpacked.
 #[inline(always)]
 unsafe fn i8_words(codes: __m512i) -> [__m512i; 2] {
-    let negative = _mm512_movepi8_mask(codes);
-    let [positive_bytes, negative_bytes] = &I8_BYTES;
-    let byte = |n: usize| {
-        // A masked VPERMI2B keeps the index of the other lanes, which the second one takes.
-        let table = &positive_bytes[n];
-        let (first, second) = (load_512(table.as_ptr()), load_512(table.as_ptr().add(64)));
-        let found = _mm512_mask2_permutex2var_epi8(first, codes, !negative, second);
-        let table = &negative_bytes[n];
-        let (first, second) = (load_512(table.as_ptr()), load_512(table.as_ptr().add(64)));
-        _mm512_mask2_permutex2var_epi8(first, found, negative, second)
-    };
-    unpack(byte(0), byte(1))
+    let magnitudes = _mm512_abs_epi8(codes);
+    let [high, low] = look_up(&I8_BYTES, magnitudes);
+    // The magnitude 128, of one code, has the index of 0. Their lower bytes are the same.
+    let is_128 = _mm512_movepi8_mask(magnitudes);
+    let high = _mm512_mask_mov_epi8(high, is_128, _mm512_set1_epi8(0x43));
+    signed_words(high, low, codes)
 }
 
 /// The codes in bits 0 to 3 of each word, and in bits 4 to 7.
@@ -399,7 +409,13 @@ mod tests {
         // SAFETY: this function enables the features. Rows have two blocks.
         unsafe {
             let order = bits(arrange_block(format, numbers.as_ptr().cast()));
-            (order, columns(format, &keys, block_bytes).map(bits))
+            let codes = block_codes(format, &keys, block_bytes as isize);
+            let mut found = [[0; 32]; 16];
+            for quarter in 0..4 {
+                let pairs = columns(format, &codes, quarter).map(bits);
+                found[4 * quarter..4 * quarter + 4].copy_from_slice(&pairs);
+            }
+            (order, found)
         }
     }
 

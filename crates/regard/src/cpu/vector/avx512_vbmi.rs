@@ -68,24 +68,47 @@ pub(super) unsafe fn unpack(low: __m512i, high: __m512i) -> [__m512i; 2] {
     unsafe { [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)] }
 }
 
+/// The bytes of two tables at these indices, of which the low seven bits count.
+///
+/// # Safety
+/// The enclosing function enables AVX512_VBMI.
+#[inline(always)]
+pub(super) unsafe fn look_up(tables: &[[u8; 128]; 2], indices: __m512i) -> [__m512i; 2] {
+    let mut bytes = [indices; 2];
+    for (table, bytes) in tables.iter().zip(&mut bytes) {
+        // SAFETY: same contract; a table has 128 bytes.
+        unsafe {
+            let (first, second) = (load_512(table.as_ptr()), load_512(table.as_ptr().add(64)));
+            *bytes = _mm512_permutex2var_epi8(first, indices, second);
+        }
+    }
+    bytes
+}
+
+/// Words of these upper and lower bytes, with the signs of the codes, unpacked.
+///
+/// # Safety
+/// The enclosing function enables AVX-512BW.
+#[inline(always)]
+pub(super) unsafe fn signed_words(high: __m512i, low: __m512i, codes: __m512i) -> [__m512i; 2] {
+    // SAFETY: same contract.
+    unsafe {
+        // high | (codes & sign)
+        let sign = _mm512_set1_epi8(i8::MIN);
+        unpack(low, _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign))
+    }
+}
+
 /// 64 `e4m3` codes as bf16, unpacked.
 ///
 /// # Safety
 /// The enclosing function enables AVX-512BW and AVX512_VBMI.
 #[inline(always)]
 pub(super) unsafe fn e4m3_words(codes: __m512i) -> [__m512i; 2] {
-    // SAFETY: same contract; both tables have 128 bytes.
+    // SAFETY: same contract.
     unsafe {
-        let [high_bytes, low_bytes] = &E4M3_BYTES;
-        let high_first = load_512(high_bytes.as_ptr());
-        let high_second = load_512(high_bytes.as_ptr().add(64));
-        let low_first = load_512(low_bytes.as_ptr());
-        let low_second = load_512(low_bytes.as_ptr().add(64));
-        let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
-        let low = _mm512_permutex2var_epi8(low_first, codes, low_second);
-        // high | (codes & sign)
-        let sign = _mm512_set1_epi8(i8::MIN);
-        unpack(low, _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign))
+        let [high, low] = look_up(&E4M3_BYTES, codes);
+        signed_words(high, low, codes)
     }
 }
 

@@ -104,6 +104,11 @@ pub trait Vector: Copy {
     unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
+    /// [`Vector::pair_mul_add`] with the pair at `factor` in all lanes, which the instruction itself
+    /// reads.
+    unsafe fn pair_mul_add_at(self, _factor: *const f32, _addend: Self) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
     /// Lane i holds the pair (`low[i]`, `high[i]`), `low[i]` in the low half.
     unsafe fn interleave(_low: *const bf16, _high: *const bf16) -> Self {
         unreachable!("this level has no bf16 products")
@@ -135,13 +140,18 @@ pub trait Vector: Copy {
     unsafe fn arrange_pairs(_format: PairFormat, _pairs: [Self; 2]) -> [Self; 2] {
         unreachable!("this level has no bf16 products")
     }
-    /// The codes of the blocks at `offset` of LANES keys as pairs: vector i holds pair i of all
-    /// blocks, in the order of [`Vector::arrange_block`].
-    unsafe fn block_columns(
+    /// The codes of the blocks at `offset` of LANES keys, a key per lane, for
+    /// [`Vector::block_columns`].
+    unsafe fn block_codes(
         _format: PairFormat,
         _keys: &[*const u8; 16],
-        _offset: usize,
-    ) -> [Self; 16] {
+        _offset: isize,
+    ) -> [Self; 8] {
+        unreachable!("this level has no bf16 products")
+    }
+    /// A quarter of the blocks' codes as pairs: vector i holds pair 4 * quarter + i of all blocks,
+    /// in the order of [`Vector::arrange_block`].
+    unsafe fn block_columns(_format: PairFormat, _codes: &[Self; 8], _quarter: usize) -> [Self; 4] {
         unreachable!("this level has no bf16 products")
     }
     /// The elements of a query that a block of keys is multiplied by, in the order of
@@ -154,7 +164,7 @@ pub trait Vector: Copy {
         unreachable!("this level has no bf16 products")
     }
     /// The half-precision numbers at `offset` of LANES rows. They need not be aligned.
-    unsafe fn gather_f16(_rows: &[*const u8; 16], _offset: usize) -> Self {
+    unsafe fn gather_f16(_rows: &[*const u8; 16], _offset: isize) -> Self {
         unreachable!("this level has no bf16 products")
     }
     /// [`Vector::interleave_all`] of rows of a format. Codes of blocks are not multiplied by their
