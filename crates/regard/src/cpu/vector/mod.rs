@@ -104,8 +104,8 @@ pub trait Vector: Copy {
     unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
-    /// [`Vector::pair_mul_add`] with the pair at `factor` in all lanes, which the instruction itself
-    /// reads.
+    /// [`Vector::pair_mul_add`] with the pair at `factor` in all lanes, which the instruction
+    /// itself reads.
     unsafe fn pair_mul_add_at(self, _factor: *const f32, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
