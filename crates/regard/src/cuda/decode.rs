@@ -90,7 +90,7 @@ impl DecodeKernel {
                 && problem.kv_heads.is_multiple_of(config.tile_heads)
                 && packed_rows(problem) <= config.tile_rows / config.tile_heads
                 && module.runs_on(facts.compute_capability)
-                && fits(config, facts)
+                && shape_of(config).has_all_groups(facts.shared_bytes)
         };
         let modules = registry::decode_modules().filter(|module| suits && takes(module));
         let (module, config) = modules.max_by_key(|(_, config)| config.tile_heads)?;
@@ -243,7 +243,7 @@ pub(super) fn decode_launch(
         module: kernel.module.name(),
         entry: "decode",
         grid: [grid.ctas as u32, 1, 1],
-        threads: (kernel.shape.group_warps() * grid.key_groups * 32) as u32,
+        threads: kernel.shape.threads(grid.key_groups) as u32,
         shared_bytes: kernel.shape.shared_bytes(grid.key_groups) as u32,
         starts_late: starts_late(facts, kernel, grid),
     };
@@ -373,6 +373,10 @@ impl Occupancy {
         let shape = &kernel.shape;
         let tiles = tiles(problem, kernel.tile_rows);
         let max_groups = max_key_groups(shape, facts.shared_bytes);
+        if kernel.tile_heads > 1 {
+            // Compiled for all groups.
+            return Occupancy { ctas_per_multiprocessor: 1, key_groups: max_groups };
+        }
         let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
             0 | 1 => 1,
             // Codes have half the bytes per key, and heads whose rows share cache lines should be
@@ -449,17 +453,16 @@ mod tests {
             let kernel = DecodeKernel::for_heads(&problem, &facts(machine))?;
             Some(kernel.module.name())
         };
-        let eight = "decode_bf16_128_128_q8_0_r64_h8_plain_sm90";
         let four = "decode_bf16_128_128_q8_0_r32_h4_plain_sm90";
         let nibbles = "decode_bf16_128_128_q4_0_r32_h4_plain_sm90";
         let of = |blocks| name(|_| (), blocks, "h200");
-        assert_eq!([of(DType::Q8_0), of(DType::Q4_0)], [Some(eight), Some(nibbles)]);
+        assert_eq!([of(DType::Q8_0), of(DType::Q4_0)], [Some(four), Some(nibbles)]);
         let of = |change| name(change, DType::Q8_0, "h200");
         assert_eq!(of(|problem| problem.kv_heads = 4), None, "128 heads");
         assert_eq!(of(|problem| (problem.kv_heads, problem.batch) = (4, 64)), Some(four));
-        assert_eq!(of(|problem| problem.query_len = 2), Some(eight));
+        assert_eq!(of(|problem| problem.query_len = 2), Some(four));
         assert_eq!(of(|problem| problem.kv_len = 1024), None, "71 MB");
-        assert_eq!(of(|problem| problem.keys = KvStorage::Paged { block_size: 16 }), Some(eight));
+        assert_eq!(of(|problem| problem.keys = KvStorage::Paged { block_size: 16 }), Some(four));
         assert_eq!(of(|problem| problem.keys = KvStorage::Paged { block_size: 8 }), None);
         assert_eq!(of(|problem| problem.query_len = 3), None, "12 rows per head");
         assert_eq!(of(|problem| (problem.query_heads, problem.kv_heads) = (30, 6)), None);
@@ -472,14 +475,13 @@ mod tests {
     #[test]
     fn joined_heads_keep_all_rows() {
         let problem = problem(DType::Q8_0);
-        let joined = joined_heads(&problem, 8);
-        assert_eq!((joined.kv_heads, packed_rows(&joined)), (1, 32));
+        let joined = joined_heads(&problem, 4);
+        assert_eq!((joined.kv_heads, packed_rows(&joined)), (2, 16));
         let grid = DecodeGrid::for_kernel(
             &joined,
             &facts("h200"),
             &DecodeKernel::for_heads(&problem, &facts("h200")).unwrap(),
         );
-        // A group of 8 warps; K tiles of 70 KB, of which two fit into shared memory.
-        assert_eq!((grid.tiles, grid.ctas, grid.key_groups), (32, 132, 1));
+        assert_eq!((grid.tiles, grid.ctas, grid.key_groups), (64, 132, 2));
     }
 }

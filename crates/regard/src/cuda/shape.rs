@@ -16,6 +16,11 @@ const MAX_STAGE_BYTES: usize = 48 << 10;
 /// The largest stage of q8_0 or q4_0 blocks of a three-stage pipeline, per key/value head.
 const SMALL_STAGE_BYTES: usize = 6 << 10;
 
+/// Maximum slots for keys or values of a group of several heads, and the shared memory that these
+/// kernels have, on Hopper and later.
+const MAX_SLOTS: usize = 8;
+const HOPPER_SHARED_BYTES: usize = 227 << 10;
+
 /// Bytes of a stage per row of keys or of values: the scale of its codes.
 const SCALE_BYTES: usize = 4;
 
@@ -65,6 +70,8 @@ impl Shape {
     fn pitch(&self, side: (Storage, usize)) -> usize {
         let bytes = self.row_bytes(side);
         match side.0 {
+            // As far from a multiple of 32 as in memory.
+            Storage::Q8_0 if self.heads > 1 && bytes.is_multiple_of(32) => (bytes / 32 | 1) * 32,
             // Rows are copied from the multiple of 16 bytes before; an odd number of 16 bytes.
             Storage::Q8_0 | Storage::Q4_0 => {
                 ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
@@ -129,6 +136,28 @@ impl Shape {
         }
     }
 
+    /// Bytes of a slot for the keys or the values of a K tile, where tiles have several heads.
+    fn slot_bytes(&self) -> usize {
+        self.strip_keys() * self.sides().map(|side| self.pitch(side)).into_iter().max().unwrap_or(0)
+    }
+
+    /// Slots of a group: `SLOTS` there.
+    fn slots(&self) -> usize {
+        let groups = MAX_WARPS / self.heads;
+        ((HOPPER_SHARED_BYTES - self.ring_at()) / (groups * self.slot_bytes())).min(MAX_SLOTS)
+    }
+
+    /// Whether a CTA with all groups fits, as kernels for several heads need.
+    pub fn has_all_groups(&self, shared_bytes: usize) -> bool {
+        self.shared_bytes(MAX_WARPS / self.heads) <= shared_bytes
+    }
+
+    /// Threads of a CTA with this many groups. Tiles of several heads have warps that copy.
+    pub fn threads(&self, groups: usize) -> usize {
+        let copying = if self.heads > 1 { DecodeConfig::COPY_THREADS } else { 0 };
+        self.group_warps() * groups * 32 + copying
+    }
+
     /// Offset of the pipeline stages in shared memory.
     fn ring_at(&self) -> usize {
         let pitch = (self.head_dim * self.element_bytes).next_multiple_of(128);
@@ -137,7 +166,10 @@ impl Shape {
 
     /// Dynamic shared memory of a CTA with this many groups.
     pub fn shared_bytes(&self, groups: usize) -> usize {
-        let rings = self.stages() * self.stage_bytes();
+        let rings = match self.heads {
+            1 => self.stages() * self.stage_bytes(),
+            _ => self.slots() * self.slot_bytes(),
+        };
         let states = self.rows * (self.value_dim + 4) * 4;
         self.ring_at() + groups * rings.max(states)
     }
@@ -201,5 +233,15 @@ mod tests {
             let shape = shape(cache, dim, 8);
             assert!(shape.sides().iter().all(|&side| shape.pitch(side) % 32 == 16));
         }
+    }
+
+    #[test]
+    fn tiles_of_several_heads_have_warps_that_copy() {
+        let of = |cache| Shape { heads: 4, ..shape(cache, 128, 32) };
+        let facts = |shape: Shape| (shape.slots(), shape.threads(2), shape.shared_bytes(2));
+        assert_eq!(facts(of(Cache::Q8_0)), (6, 384, 222208));
+        assert_eq!(facts(of(Cache::Q4_0)), (8, 384, 168960));
+        assert!(of(Cache::Q8_0).has_all_groups(227 << 10));
+        assert!(!of(Cache::Q8_0).has_all_groups(163 << 10));
     }
 }

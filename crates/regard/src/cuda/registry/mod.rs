@@ -527,8 +527,11 @@ impl DecodeConfig {
         DecodeConfig { operands, cache, tile_rows, tile_heads: 1, lists: false, wgmma: false }
     }
 
-    /// Threads that a CTA of [`Family::Decode`] has at most.
+    /// Threads that compute in a CTA of [`Family::Decode`], at most.
     pub const MAX_THREADS: usize = 256;
+
+    /// Threads that copy, where tiles have several heads.
+    pub const COPY_THREADS: usize = 128;
 
     /// The source that it is compiled from.
     pub const fn family(&self) -> Family {
@@ -592,7 +595,8 @@ impl DecodeConfig {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
             }
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {
-                defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
+                let copying = if self.tile_heads > 1 { DecodeConfig::COPY_THREADS } else { 0 };
+                defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS + copying));
                 defines.push(("CACHE", self.cache.number()));
             }
             Cache::Pair(keys, values) => defines.extend([

@@ -63,22 +63,20 @@ impl Rows {
     }
 
     /// A decode module for blocks of several adjacent key/value heads per tile, each with up to 8
-    /// rows, on Hopper and later: storage, head dim, heads.
+    /// rows, on Hopper: storage, head dim, heads.
     const fn heads(&self, cache: Cache, dims: usize, tile_heads: usize) -> Module {
         let operands = self.operands(dims, dims, Specialized);
         let one = DecodeConfig::new(operands, cache, 8 * tile_heads);
         let config = DecodeConfig { tile_heads, ..one };
-        Module::new(Config::Decode(config), Compute90)
+        Module::new(Config::Decode(config), Compute90a)
     }
 
     /// The decode modules of a 16-bit type for several heads. At head dim 256, and at 64 over
     /// `q4_0`, they are not faster than modules for one.
-    const fn decode_heads(&self) -> [Module; 5] {
+    const fn decode_heads(&self) -> [Module; 3] {
         [
             self.heads(Cache::Q8_0, 64, 4),
-            self.heads(Cache::Q8_0, 64, 8),
             self.heads(Cache::Q8_0, 128, 4),
-            self.heads(Cache::Q8_0, 128, 8),
             self.heads(Cache::Q4_0, 128, 4),
         ]
     }

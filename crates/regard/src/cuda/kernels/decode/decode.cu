@@ -1,26 +1,31 @@
 // Decode attention: few query rows over many keys (decoding, speculative verification, short chunks). Bound by the
 // bandwidth of reading keys and values once.
 //
-// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of TILE_ROWS. A CTA has
-// several groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that
-// groups never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the
-// groups' states are merged.
+// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of TILE_ROWS; over blocks,
+// those of several heads may (decode_heads.cuh). A CTA has several groups of warps. Each group walks its own K tiles
+// through its own cp.async pipeline of STAGES stages, so that groups never wait for each other; the warps of a group
+// share its keys and split the rows. At the end of a tile the groups' states are merged.
 //
 // The grid is fixed and the work is divided on the device (stream_k.cuh): one launch, in a graph, serves any lengths.
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_groups.cuh"
+#if HEADS > 1
+#include "decode/decode_heads.cuh"
+#endif
 #include "decode/decode_products.cuh"
 #include "decode/decode_combine_entry.cuh"
 #include "decode/decode_rows.cuh"
 #include "decode/decode_schedule.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
+#include "decode/decode_split.cuh"
 #include "decode/decode_stored.cuh"
 #include "decode/decode_tile.cuh"
 #include "decode/stream_k.cuh"
 
-#define HAS_RUNS (!LISTS && CACHE != 4) // whether the common case exists: rows in runs of 16 keys (decode_rows.cuh)
+// Whether the common case exists: rows in runs of 16 keys (decode_rows.cuh).
+#define HAS_RUNS (!LISTS && CACHE != 4 && HEADS == 1)
 
 // A thread's part of one tile over a range of keys.
 struct Worker {
@@ -56,6 +61,9 @@ struct Worker {
 #if HAS_RUNS
     KeyRows key_rows;
     ValueRows value_rows;
+#endif
+#if HEADS > 1
+    HeadSlots<Shared> slots;
 #endif
 
     // Tile `number` of the sequence.
@@ -100,7 +108,8 @@ struct Worker {
             return CodeView{CacheFormat(__shfl_sync(~0u, (int)format, 0)), aligned ? (unsigned)base : 0,
                             aligned ? (unsigned)step : 0};
         };
-        products.keys.set(view(cache.key_format, tile.key_base, params.keys.strides.token * KeySide::BYTES));
+        products.keys.set(view(cache.key_format, tile.key_base, params.keys.strides.token * KeySide::BYTES),
+                          has_exact_keys(params));
         products.values.set(view(cache.value_format, tile.value_base, params.values.strides.token * ValueSide::BYTES),
                             values_scaled, params.batch_invariant);
         shift = values_scaled || !ValueSide::HAS_CODES ? 0.0f : PROBABILITY_SHIFT;
@@ -113,7 +122,7 @@ struct Worker {
         out_scale = shift == 0.0f ? 1.0f : 1.0f / (1 << PROBABILITY_SHIFT);
         if (ValueSide::IS_BYTES && !values_scaled)
             out_scale *= *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
-        float scale = unit_of(params) == 1.0f ? params.scale * LOG2_E : params.scale;
+        float scale = key_unit(params) * (unit_of(params) == 1.0f ? params.scale * LOG2_E : params.scale);
         if (KeySide::IS_BYTES && !keys_scaled)
             scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
 #pragma unroll
@@ -127,8 +136,11 @@ struct Worker {
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
-            for (int r = 0; r < 2; r++)
+            for (int r = 0; r < 2; r++) {
                 row_scale[n][r] *= shared.query_scale[(row_warp * MMA_ROW_TILES + n) * 8 + 2 * (lane & 3) + r];
+                // The largest queries times the unit of keys: an infinite factor would make NaN of a dot product of 0.
+                if (KeySide::HAS_BLOCKS) row_scale[n][r] = fminf(fmaxf(row_scale[n][r], -MAX_FLOAT), MAX_FLOAT);
+            }
     }
 
     // Dot products of codes become scores. `scales`: of keys, in shared memory.
@@ -335,7 +347,7 @@ struct Worker {
 #endif
         if constexpr (KeySide::HAS_CODES) return load_code_queries(*this);
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
-        for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += blockDim.x) {
+        for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += computing_threads()) {
             int row = i / CHUNKS, column = i - row * CHUNKS;
             bool present = row < tile.rows;
             int head, token;
@@ -349,7 +361,7 @@ struct Worker {
     }
 
     __device__ __forceinline__ void load_row_facts() const {
-        for (int slot = threadIdx.x; slot < TILE_ROWS; slot += blockDim.x) {
+        for (int slot = threadIdx.x; slot < TILE_ROWS; slot += computing_threads()) {
             RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
             int row = tile.row_of_slot(params, slot);
             if (row >= 0) {
@@ -435,6 +447,9 @@ struct Worker {
         int new_tokens = tile.seq.kv_len - tile.seq.q_len;
 #endif
         RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end, new_tokens};
+#if HEADS > 1
+        return multiply_tiles(*this, view, first, end, step);
+#endif
 
         // Software pipeline: copies run PREFETCH_DISTANCE K tiles ahead of the MMAs, and round 0 is the first with an
         // MMA. Prologue and mainloop are one loop, so that its code is fetched once. Later rounds have few branches,
@@ -517,7 +532,7 @@ struct Worker {
 #pragma unroll
             for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) out[v][n][e] *= out_scale;
+                for (int e = 0; e < 4; e++) out[v][n][e] *= out_scale * value_unit(v);
         }
 #endif
         float *mine = states + group * TILE_ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
@@ -545,26 +560,6 @@ struct Worker {
     }
 };
 
-// Merges the partial states of CTAs `first..=last` for all rows of a tile, and writes the rows.
-static __device__ __forceinline__ void combine_ctas(const Worker &w, long long work_per_cta, long long first,
-                                                    long long last, const TileRange &tile_range) {
-    const AttentionParameters &params = w.params;
-    for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
-        if (!params.batch_invariant) {
-            combine_row<STATES_PER_BATCH>(params, w.tile, row, w.lane, first, last, w.out_type());
-            continue;
-        }
-        RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
-        for (long long cta = first + 1; cta <= last; cta++) {
-            int pieces =
-                (int)(min((cta + 1) * work_per_cta, tile_range.end) - max(cta * work_per_cta, tile_range.keys_start));
-            for (int piece = 0; piece < pieces; piece++)
-                combine_next(unit_of(params), state, load_partial(partial_state(params, cta, 1 + piece), row, w.lane));
-        }
-        store_row(params, w.tile, row, w.lane, state, w.out_type());
-    }
-}
-
 // Finds the keys of a piece, which has the key units of the tile from `unit` on: `step` of them, and none from
 // `last_unit` on.
 static __device__ __forceinline__ void select_keys(const AttentionParameters &params, Worker &w, int first_unit,
@@ -583,55 +578,6 @@ static __device__ __forceinline__ void select_keys(const AttentionParameters &pa
     }
 }
 
-// Merges the previous pieces of a row into the state of this piece, in batch-invariant mode.
-static __device__ __forceinline__ void fold_piece(const AttentionParameters &params, Shared &shared, const Worker &w,
-                                                  RowState &state, int piece, int row) {
-    // This CTA has the tile's first pieces and folds them as they come. Each lane reads back its own writes.
-    if (piece > 0) {
-        RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
-        folded.state = shared.folded[piece & 1][row];
-        combine_next(unit_of(params), folded, state);
-        state = folded;
-    }
-    if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
-}
-
-// Hands over a tile that is split over several CTAs: to `combine`, or to the last of the CTAs to arrive.
-static __device__ __forceinline__ void finish_tile(Worker &w, long long work_per_cta, const TileRange &tile_range,
-                                                   bool starts_here, bool ends_here) {
-    const AttentionParameters &params = w.params;
-    Shared &shared = w.shared;
-    if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
-        // `combine` combines the parts, and waits until all of them are counted.
-        if (threadIdx.x == 0) {
-            unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, work_per_cta);
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-        }
-    } else if (params.stream_k.partial_ranges) {
-        // `combine` combines the parts when all CTAs are done.
-        if (starts_here && threadIdx.x == 0) {
-            partial_range_of(params, w.tile) = {
-                (int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, work_per_cta)};
-        }
-    } else if (!starts_here || !ends_here) {
-        // Other CTAs have the rest of this tile. The last to arrive combines all parts.
-        long long first_cta = starts_here ? blockIdx.x : divide(tile_range.start, work_per_cta);
-        long long last_cta = ends_here ? blockIdx.x : divide(tile_range.end - 1, work_per_cta);
-        unsigned *counter = (unsigned *)params.workspace + first_cta;
-        if (threadIdx.x == 0) {
-            unsigned before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-            shared.last = before == (unsigned)(last_cta - first_cta);
-        }
-        __syncthreads();
-        if (shared.last) {
-            combine_ctas(w, work_per_cta, first_cta, last_cta, tile_range);
-            if (threadIdx.x == 0) *counter = 0;
-        }
-        __syncthreads();
-    }
-}
-
 // Finds this thread's place in the CTA, and its shared memory.
 static __device__ __forceinline__ void place_worker(Worker &w, int query_offset, int ring_offset) {
     // Through a shuffle, or ptxas reads the thread's number again and again, behind the copies in the queue.
@@ -642,7 +588,16 @@ static __device__ __forceinline__ void place_worker(Worker &w, int query_offset,
     w.query = shared_address(dynamic_shared + query_offset);
     w.products.keys.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
     w.products.keys.lane = w.products.values.lane = w.lane;
+#if READS_CODES
+    set_block_operands(w.products.keys, w.products.values, shared_address(&w.shared.folded), w.lane);
+#endif
     w.ring = shared_address(dynamic_shared + ring_offset) + w.group * STAGES * STAGE_BYTES;
+#if HEADS > 1
+    if (threadIdx.x >= computing_threads()) w.group = (threadIdx.x - computing_threads()) / (32 * COPY_WARPS);
+    w.slots.group = w.group;
+    if (threadIdx.x == 0) w.shared.barriers.init();
+    __syncthreads();
+#endif
 }
 
 // The work range of this CTA: from the schedule of the step if there is one.
@@ -698,6 +653,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     // before, `mainloop` waits instead.
     CtaRange cta_range;
     find_range(params, shared, cta_range);
+#if HEADS > 1
+    if (threadIdx.x >= computing_threads()) {
+        hopper::setmaxnreg_dec<COPY_REGISTERS>();
+        return copy_tiles(w, cta_range);
+    }
+    hopper::setmaxnreg_inc<COMPUTE_REGISTERS>();
+#endif
     // Tiles cost nothing to start where each has CTAs of its own.
     w.waits_for_pages = params.block_size && cta_range.costs.start == 0;
     WorkCursor &cursor = cta_range.cursor;
@@ -739,11 +701,11 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
             select_keys(params, w, tiles.first_unit, unit, step, last_unit);
             w.mainloop();
             cp_async_wait<0>();
-            __syncthreads();
+            synchronize_computing();
             w.store_state(states);
-            __syncthreads();
+            synchronize_computing();
 
-            int warps = blockDim.x >> 5;
+            int warps = computing_threads() >> 5;
             for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_PER_BATCH * warps) {
                 RowState combined[ROWS_PER_BATCH];
                 combine_groups(params, combined, shared, states, first, warps, w.lane);

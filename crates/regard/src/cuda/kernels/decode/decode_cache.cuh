@@ -21,6 +21,12 @@ static __device__ __forceinline__ int dim_of_slot(int slot) {
     return 32 * block + 16 * (step & 1) + ((4 * quad_lane + byte + ahead) & 15);
 }
 
+// Whether codes of keys in blocks become exact operands: where an MMA more per row tile would cost more than that, and
+// in batch-invariant mode, where all tiles add in the same order.
+static __device__ __forceinline__ bool has_exact_keys(const AttentionParameters &params) {
+    return MMA_ROW_TILES > 1 || (TILE_HEADS == 1 && params.batch_invariant);
+}
+
 // Whether keys of a sequence have different scales.
 static __device__ __forceinline__ bool varies(const AttentionParameters &params, const RowStrides &strides) {
     return strides.token != 0 || (params.block_size && strides.batch != 0);
@@ -96,13 +102,15 @@ load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int
     }
 }
 
-// Queries as f16, in the order of codes, a warp per row. bf16 rows are scaled by a power of two that brings their
-// largest element to the top of f16's range: elements down to 2^-29 of it stay exact. Stores the inverse powers.
+// Queries as f16, in the order of codes, a warp per row. Rows are scaled by a power of two that brings their largest
+// element to the top of f16's range: elements down to 2^-29 of it stay exact (2^-25 where they are multiplied with
+// nibbles, whose upper ones are 16 times too large as operands). f16 rows stay as they are, but for nibbles. Stores the
+// inverse powers.
 template <class Worker> static __device__ __forceinline__ void load_code_queries(const Worker &w) {
     if constexpr (KeySide::HAS_CODES) {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
 #pragma unroll(TILE_ROWS == 8 ? 1 : 4)
-        for (int slot = threadIdx.x >> 5; slot < TILE_ROWS; slot += blockDim.x >> 5) {
+        for (int slot = threadIdx.x >> 5; slot < TILE_ROWS; slot += computing_threads() >> 5) {
             int row = w.tile.row_of_slot(w.params, slot);
             bool present = row >= 0;
             int head, token;
@@ -118,7 +126,8 @@ template <class Worker> static __device__ __forceinline__ void load_code_queries
                 most = fmaxf(most, fabsf(value[i]));
             }
             float factor = 1.0f, inverse = 1.0f;
-            if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
+            bool has_nibbles = KEY_CLASS == CacheClass::Q4_0 && !has_exact_keys(w.params);
+            if (has_nibbles || ElementType(ELEMENT_TYPE) == ElementType::BF16) {
                 most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
                 WeightScale power = weight_scale(most);
                 factor = power.factor, inverse = power.inverse;
@@ -126,10 +135,11 @@ template <class Worker> static __device__ __forceinline__ void load_code_queries
             if (w.lane == 0) w.shared.query_scale[slot] = inverse;
 #pragma unroll
             for (int i = 0; i < SLOTS; i += 2) {
-                int at = (w.lane * SLOTS + i) * 2;
+                int slot_of_dim = w.lane * SLOTS + i, at = slot_of_dim * 2;
+                float each = has_nibbles && slot_of_dim / 16 % 2 ? factor * 0.0625f : factor;
                 unsigned to = swizzle(w.query, slot, QUERY_PITCH, at % 128) + at / 128 * 128;
                 *(unsigned *)__cvta_shared_to_generic(to) =
-                    Element<ElementType::F16>::pack(value[i] * factor, value[i + 1] * factor);
+                    Element<ElementType::F16>::pack(value[i] * each, value[i + 1] * each);
             }
         }
     }

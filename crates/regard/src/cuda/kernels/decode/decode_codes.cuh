@@ -4,6 +4,9 @@
 // A lane loads words of four consecutive codes of a key, so the dims within an MMA step are permuted: `dim_of_slot`
 // gives the dim of a slot, and queries are stored in that order. Output dims are permuted likewise (`value_dim_of`).
 //
+// Codes of blocks are made unsigned and put into the lowest bits of an f16, which makes them subnormal numbers:
+// products with them are exact too, and the MMAs take off what was added to the codes.
+//
 // Scales of keys multiply scores, scales of values probabilities. Products of probabilities and scales are brought into
 // f16's range by a power of two per row and K tile, and sums of a K tile are added to the output in f32. So for any
 // range of scales a weight is lost only if it is below 2^-40 of the largest in its K tile.
@@ -18,6 +21,67 @@ constexpr int PROBABILITY_SHIFT = 15;
 
 // The scale of a block, an f16 in the lower bits.
 static __device__ __forceinline__ float block_scale(unsigned bits) { return Half::to_float((unsigned short)bits); }
+
+// Codes of blocks as operands of the MMAs. A block has two steps of MMAs over keys, and two tiles of value dims; of
+// nibbles, the lower ones and the upper ones.
+template <class Side> struct BlockOperands {
+    // Makes an operand its code plus 128, or 8.
+    static __device__ __forceinline__ float unit(int part) { return !Side::IS_Q8_0 && part ? 1 << 20 : 1 << 24; }
+
+    // Operands A that take 128, or 8, times the other operand off a sum.
+    unsigned zeros[Side::IS_Q8_0 ? 1 : 2][4];
+
+    // `room`: shared memory, through which these registers come, from an address that differs between lanes: ptxas
+    // would make constants, or what is the same for a warp, again and again. All warps write the same.
+    __device__ __forceinline__ void set(unsigned room, int lane) {
+        room += 16 * (lane & 1);
+#pragma unroll
+        for (int part = 0; part < (Side::IS_Q8_0 ? 1 : 2); part++) {
+            unsigned x = Side::IS_Q8_0 || part ? 0x80808080 : 0x80088008;
+            st_shared_v4(room + 32 * part, make_uint4(x, x, x, x));
+            __syncwarp();
+            uint4 four = ld_shared_v4(room + 32 * part);
+            zeros[part][0] = four.x, zeros[part][1] = four.y, zeros[part][2] = four.z, zeros[part][3] = four.w;
+        }
+    }
+
+    template <class Other> __device__ __forceinline__ void copy(const Other &other) {
+#pragma unroll
+        for (int part = 0; part < (Side::IS_Q8_0 ? 1 : 2); part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) zeros[part][i] = other.zeros[part][i];
+    }
+
+    __device__ __forceinline__ void subtract_zeros(float (&sum)[4], int part, unsigned b0, unsigned b1) const {
+        Half::mma(sum, zeros[Side::IS_Q8_0 ? 0 : part], b0, b1);
+    }
+
+    // Codes of q8_0 as the pairs (0, 1) and (2, 3).
+    static __device__ __forceinline__ void pairs(unsigned codes, unsigned &first, unsigned &second) {
+        codes ^= 0x80808080;
+        first = __byte_perm(codes, 0, 0x4140);
+        second = __byte_perm(codes, 0, 0x4342);
+    }
+
+    // Nibbles of bytes (0, 2) and (1, 3).
+    static __device__ __forceinline__ void pairs(unsigned codes, unsigned (&lower)[2], unsigned (&upper)[2]) {
+        lower[0] = codes & 0x000f000f;
+        upper[0] = codes & 0x00f000f0;
+        lower[1] = codes >> 8 & 0x000f000f;
+        upper[1] = codes >> 8 & 0x00f000f0;
+    }
+};
+
+// Whether codes of values in blocks become exact operands: an MMA more per row tile would cost more than that.
+constexpr bool EXACT_VALUES = MMA_ROW_TILES > 1;
+
+// What makes dot products of queries and keys those of codes, and likewise outputs of a tile of value dims.
+static __device__ __forceinline__ float key_unit(const AttentionParameters &params) {
+    return KeySide::HAS_BLOCKS && !has_exact_keys(params) ? 1 << 24 : 1.0f;
+}
+static __device__ __forceinline__ float value_unit(int tile) {
+    return ValueSide::HAS_BLOCKS && !EXACT_VALUES ? BlockOperands<ValueSide>::unit(tile % 2) : 1.0f;
+}
 
 // P^T as operand B: [k][n] are the 16 keys of an MMA step by 8 rows.
 typedef unsigned Weights[MMA_KEY_TILES][MMA_ROW_TILES][2];
@@ -82,9 +146,15 @@ struct CodeView {
 
 // Keys in codes: S^T = K Q^T.
 struct CodeKeys : QueryFragments {
+    typedef BlockOperands<KeySide> Blocks;
     CodeView view;
+    Blocks blocks;
+    bool is_exact; // has_exact_keys
 
-    __device__ __forceinline__ void set(const CodeView &tile) { view = tile; }
+    __device__ __forceinline__ void set(const CodeView &tile, bool has_exact) {
+        view = tile;
+        is_exact = has_exact;
+    }
 
     __device__ __forceinline__ void query_steps(int step, unsigned (&b)[MMA_ROW_TILES][4]) const {
 #pragma unroll
@@ -158,16 +228,25 @@ struct CodeKeys : QueryFragments {
         }
     }
 
-    // A block's codes of two keys (rows lane / 4 and 8 further) as operand A of two steps.
+    // A block's codes of two keys (rows lane / 4 and 8 further) as operand A of two steps: as they are, or as
+    // BlockOperands has them.
+    template <bool IS_EXACT>
     static __device__ __forceinline__ void block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (KeySide::IS_Q8_0) {
-                Codes<CacheFormat::I8>::to_f16(codes[half][0], a[0][half], a[0][2 + half]);
-                Codes<CacheFormat::I8>::to_f16(codes[half][1], a[1][half], a[1][2 + half]);
+#pragma unroll
+                for (int step = 0; step < 2; step++)
+                    if constexpr (IS_EXACT)
+                        Codes<CacheFormat::I8>::to_f16(codes[half][step], a[step][half], a[step][2 + half]);
+                    else
+                        Blocks::pairs(codes[half][step], a[step][half], a[step][2 + half]);
             } else {
                 unsigned lower[2], upper[2];
-                Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
+                if constexpr (IS_EXACT)
+                    Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
+                else
+                    Blocks::pairs(codes[half][0], lower, upper);
                 a[0][half] = lower[0], a[0][2 + half] = lower[1];
                 a[1][half] = upper[0], a[1][2 + half] = upper[1];
             }
@@ -177,7 +256,7 @@ struct CodeKeys : QueryFragments {
     // Blocks come in pairs: the first has its scale in the lower half of a word and its codes from the upper half on,
     // the second has them in an upper half and from a word on. The last lane of the first has the end of its codes and,
     // from the first word, their start.
-    __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
+    template <bool IS_EXACT> __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
         constexpr int CODES = KeySide::BLOCK_BYTES - 2;
         int row = lane >> 2, word = 4 * (lane & 3);
         unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210;
@@ -187,6 +266,14 @@ struct CodeKeys : QueryFragments {
             unsigned b[2][MMA_ROW_TILES][4];
             query_steps(4 * pair, b[0]);
             query_steps(4 * pair + 2, b[1]);
+            float zeros[2][MMA_ROW_TILES][4] = {};
+#pragma unroll
+            for (int block = 0; block < 2; block++)
+#pragma unroll
+                for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                    for (int step = 0; step < 2 && !IS_EXACT; step++)
+                        blocks.subtract_zeros(zeros[block][n], step, b[block][n][2 * step], b[block][n][2 * step + 1]);
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) {
                 unsigned codes[2][2][2]; // of the pair, the two keys, the words of a lane
@@ -208,10 +295,12 @@ struct CodeKeys : QueryFragments {
 #pragma unroll
                 for (int block = 0; block < 2; block++) {
                     unsigned a[2][4];
-                    block_operands(a, codes[block]);
+                    block_operands<IS_EXACT>(a, codes[block]);
 #pragma unroll
                     for (int n = 0; n < MMA_ROW_TILES; n++) {
-                        float part[4] = {};
+                        float part[4];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) part[e] = zeros[block][n][e];
                         Half::mma(part, a[0], b[block][n][0], b[block][n][1]);
                         Half::mma(part, a[1], b[block][n][2], b[block][n][3]);
 #pragma unroll
@@ -225,7 +314,10 @@ struct CodeKeys : QueryFragments {
 
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         if constexpr (KeySide::HAS_BLOCKS) {
-            qk_blocks(scores, keys);
+            if (is_exact)
+                qk_blocks<true>(scores, keys);
+            else
+                qk_blocks<false>(scores, keys);
         } else if (view.format == CacheFormat::E4M3) {
             qk_bytes<CacheFormat::E4M3>(scores, keys);
         } else if (view.format == CacheFormat::I8) {
@@ -238,7 +330,9 @@ struct CodeKeys : QueryFragments {
 
 // Values in codes: O^T = V^T P^T.
 struct CodeValues {
+    typedef BlockOperands<ValueSide> Blocks;
     CodeView view;
+    Blocks blocks;
     int lane;
     bool scaled;          // a scale per token or page; else one joins at the end of the tile
     bool batch_invariant; // scales of keys that only other rows see must not decide how a row's are rounded
@@ -311,9 +405,10 @@ struct CodeValues {
         }
     }
 
-    // A block's codes of the keys 16 k + 2t, + 1, + 8 and + 9 as operands A of two tiles of 16 value dims.
-    __device__ __forceinline__ void block_value_operands(unsigned (&a)[2][4], const unsigned (&from)[2], int k,
-                                                         int block) const {
+    // A block's codes of the keys 16 k + 2t, + 1, + 8 and + 9 as operands A of two tiles of 16 value dims: as they are,
+    // or as BlockOperands has them.
+    template <bool IS_EXACT> __device__ __forceinline__ void
+    block_value_operands(unsigned (&a)[2][4], const unsigned (&from)[2], int k, int block) const {
         unsigned codes[2][2]; // the two runs of 8 keys, the two keys
         int eighth = lane >> 2;
 #pragma unroll
@@ -335,19 +430,27 @@ struct CodeValues {
             if (ValueSide::IS_Q8_0) {
                 unsigned first = __byte_perm(codes[half][0], codes[half][1], 0x5140),
                          second = __byte_perm(codes[half][0], codes[half][1], 0x7362);
-                Codes<CacheFormat::I8>::to_f16(first, a[0][2 * half], a[0][2 * half + 1]);
-                Codes<CacheFormat::I8>::to_f16(second, a[1][2 * half], a[1][2 * half + 1]);
+                if constexpr (IS_EXACT) {
+                    Codes<CacheFormat::I8>::to_f16(first, a[0][2 * half], a[0][2 * half + 1]);
+                    Codes<CacheFormat::I8>::to_f16(second, a[1][2 * half], a[1][2 * half + 1]);
+                } else {
+                    Blocks::pairs(first, a[0][2 * half], a[0][2 * half + 1]);
+                    Blocks::pairs(second, a[1][2 * half], a[1][2 * half + 1]);
+                }
             } else {
-                unsigned lower[2], upper[2];
-                Codes<CacheFormat::Q4_0>::to_f16_even_odd(__byte_perm(codes[half][0], codes[half][1], 0x5410), lower,
-                                                          upper);
+                unsigned lower[2], upper[2], nibbles = __byte_perm(codes[half][0], codes[half][1], 0x5410);
+                if constexpr (IS_EXACT)
+                    Codes<CacheFormat::Q4_0>::to_f16_even_odd(nibbles, lower, upper);
+                else
+                    Blocks::pairs(nibbles, lower, upper);
                 a[0][2 * half] = lower[0], a[0][2 * half + 1] = lower[1];
                 a[1][2 * half] = upper[0], a[1][2 * half + 1] = upper[1];
             }
         }
     }
 
-    // Whether codes times scales are normal numbers of f16 for all blocks of the K tile (or 0).
+    // Whether probabilities times the scales of any block of the K tile are in the range of f16, with 26 bits behind
+    // the point for a probability of 1.
     __device__ __forceinline__ bool moderate_scales(unsigned start) const {
         bool moderate = true;
 #pragma unroll
@@ -357,13 +460,13 @@ struct CodeValues {
 #pragma unroll
             for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
                 unsigned bits = ld_shared_half(from + block * ValueSide::BLOCK_BYTES) & 0x7fff;
-                moderate &= bits == 0 || bits - 0x0400 <= 0x6000 - 0x0400; // 2^-14 to 2^9
+                moderate &= bits == 0 || bits - 0x0400 < 0x4000 - 0x0400; // 2^-14 to 2
             }
         }
         return __all_sync(~0u, moderate);
     }
 
-    // The common case: codes are multiplied by their scales in f16, rounded as dequantized values would be.
+    // The common case: probabilities are multiplied by scales in f16.
     __device__ __forceinline__ void pv_moderate_blocks(Outputs &out, const Scores &probs,
                                                        const unsigned (&from)[2]) const {
         Weights weights;
@@ -372,22 +475,26 @@ struct CodeValues {
         for (int block = 0; block < MMA_VALUE_TILES / 2; block++)
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) {
-                unsigned a[2][4];
-                block_value_operands(a, from, k, block);
+                unsigned scales[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     unsigned at = (16 * k + 8 * half) * VALUE_PITCH + block * ValueSide::BLOCK_BYTES;
-                    unsigned scales = __byte_perm(ld_shared_half(from[0] + at), ld_shared_half(from[1] + at), 0x5410);
-#pragma unroll
-                    for (int tile = 0; tile < 2; tile++)
-#pragma unroll
-                        for (int i = 0; i < 2; i++) a[tile][2 * half + i] = mul_f16x2(a[tile][2 * half + i], scales);
+                    scales[half] = __byte_perm(ld_shared_half(from[0] + at), ld_shared_half(from[1] + at), 0x5410);
                 }
+                unsigned a[2][4];
+                block_value_operands<EXACT_VALUES>(a, from, k, block);
 #pragma unroll
-                for (int tile = 0; tile < 2; tile++)
+                for (int n = 0; n < MMA_ROW_TILES; n++) {
+                    unsigned scaled[2];
 #pragma unroll
-                    for (int n = 0; n < MMA_ROW_TILES; n++)
-                        Half::mma(out[2 * block + tile][n], a[tile], weights[k][n][0], weights[k][n][1]);
+                    for (int half = 0; half < 2; half++) scaled[half] = mul_f16x2(weights[k][n][half], scales[half]);
+#pragma unroll
+                    for (int tile = 0; tile < 2; tile++) {
+                        float (&sum)[4] = out[2 * block + tile][n];
+                        if (!EXACT_VALUES) blocks.subtract_zeros(sum, tile, scaled[0], scaled[1]);
+                        Half::mma(sum, a[tile], scaled[0], scaled[1]);
+                    }
+                }
             }
     }
 
@@ -419,7 +526,7 @@ struct CodeValues {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) {
                 unsigned a[2][4];
-                block_value_operands(a, from, k, block);
+                block_value_operands<true>(a, from, k, block);
 #pragma unroll
                 for (int tile = 0; tile < 2; tile++)
 #pragma unroll
@@ -429,8 +536,10 @@ struct CodeValues {
 #pragma unroll
             for (int tile = 0; tile < 2; tile++)
 #pragma unroll
-                for (int n = 0; n < MMA_ROW_TILES; n++)
-                    add_scaled(out[2 * block + tile][n], part[tile][n], inverses[n]);
+                for (int n = 0; n < MMA_ROW_TILES; n++) {
+                    float units[2] = {inverses[n][0] / value_unit(tile), inverses[n][1] / value_unit(tile)};
+                    add_scaled(out[2 * block + tile][n], part[tile][n], units);
+                }
         }
     }
 

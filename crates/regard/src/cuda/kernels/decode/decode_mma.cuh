@@ -7,7 +7,7 @@
 
 // S^T = K Q^T of keys in the type of queries.
 struct ElementKeys : QueryFragments {
-    template <class View> __device__ __forceinline__ void set(const View &) {}
+    template <class View> __device__ __forceinline__ void set(const View &, bool) {}
 
     // Tensor cores truncate sums instead of rounding them, and the errors add up where terms have one sign. Large head
     // dims are therefore accumulated in parts.

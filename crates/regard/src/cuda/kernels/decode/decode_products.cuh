@@ -38,3 +38,15 @@ struct Products {
     KeyProducts keys;
     ValueProducts values;
 };
+
+#if READS_CODES
+// Sets the operands that products with blocks share, through 128 bytes of shared memory at `room`.
+template <class Keys, class Values>
+static __device__ __forceinline__ void set_block_operands(Keys &keys, Values &values, unsigned room, int lane) {
+    if constexpr (KeySide::HAS_BLOCKS) keys.blocks.set(room, lane);
+    if constexpr (ValueSide::HAS_BLOCKS && KEY_CLASS == VALUE_CLASS)
+        values.blocks.copy(keys.blocks);
+    else if constexpr (ValueSide::HAS_BLOCKS)
+        values.blocks.set(room + 64, lane);
+}
+#endif

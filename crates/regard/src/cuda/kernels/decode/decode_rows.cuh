@@ -126,55 +126,11 @@ template <class Side> struct BlockRows {
     }
 };
 
-// Rows of blocks of several heads, which start at multiples of 16 bytes. A warp copies the same number of rows as every
-// other, in whole chunks of 16 bytes: most chunks of a row by consecutive lanes, and then the last ones of all its
-// rows.
-template <class Side> struct JoinedRows {
-    static constexpr int PITCH = Side::PITCH, CHUNKS = Side::ROW_BYTES / 16, ROWS = TILE_KEYS / TILE_HEADS; // per warp
-    static constexpr int LANES = CHUNKS >= 32 ? 32 : CHUNKS >= 16 ? 16 : 8, AT_ONCE = 32 / LANES;
-    static constexpr int COLUMN_ROUNDS = CHUNKS / LANES, REST = CHUNKS % LANES;
-    static_assert(Side::ROW_BYTES % 16 == 0 && REST > 0 && REST * ROWS <= 32 && 16 % ROWS == 0, "one last copy");
-
-    unsigned long long chunks, rest; // sources without the offset of a run of 16 keys
-    unsigned chunks_to, rest_to;     // in a pipeline stage
-
-    __device__ __forceinline__ void set(unsigned long long base, long long stride, int lane) {
-        int first = threadIdx.x / 32 % TILE_HEADS * ROWS, row = first + lane / LANES, column = lane % LANES * 16;
-        chunks = base + row % 16 * stride + column;
-        chunks_to = row * PITCH + column;
-        row = first + lane / REST, column = (COLUMN_ROUNDS * LANES + lane % REST) * 16;
-        rest = base + row % 16 * stride + column;
-        rest_to = row * PITCH + column;
-    }
-
-    template <class Worker> __device__ __forceinline__ void load(const Worker &w, unsigned to,
-                                                                 const long long (&runs)[MMA_KEY_TILES],
-                                                                 long long stride, int key_tile, int) const {
-        int first = w.row_warp * ROWS;
-        long long run = first < 16 ? runs[0] : runs[MMA_KEY_TILES - 1];
-        unsigned keys = w.key_end - w.key_start, key = key_tile * TILE_KEYS - w.key_start + first;
-#pragma unroll
-        for (int i = 0; i < ROWS / AT_ONCE; i++) {
-            unsigned long long source = chunks + run + i * AT_ONCE * stride;
-            int bytes = key + w.lane / LANES + i * AT_ONCE < keys ? 16 : 0;
-#pragma unroll
-            for (int j = 0; j < COLUMN_ROUNDS; j++)
-                cp_async_sectors(to + chunks_to + i * AT_ONCE * PITCH + j * LANES * 16,
-                                 (const void *)(source + j * LANES * 16), bytes);
-        }
-        if (REST * ROWS < 32 && w.lane >= REST * ROWS) return;
-        cp_async_sectors(to + rest_to, (const void *)(rest + run), key + w.lane / REST < keys ? 16 : 0);
-    }
-};
-
-template <class Side, bool BLOCKS = Side::HAS_BLOCKS, bool JOINED = (TILE_HEADS > 1)> struct SideRows {
+template <class Side, bool BLOCKS = Side::HAS_BLOCKS> struct SideRows {
     typedef ElementRows<Side> Type;
 };
-template <class Side> struct SideRows<Side, true, false> {
+template <class Side> struct SideRows<Side, true> {
     typedef BlockRows<Side> Type;
-};
-template <class Side> struct SideRows<Side, true, true> {
-    typedef JoinedRows<Side> Type;
 };
 typedef SideRows<KeySide>::Type KeyRows;
 typedef SideRows<ValueSide>::Type ValueRows;

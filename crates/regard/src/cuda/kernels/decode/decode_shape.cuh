@@ -49,7 +49,13 @@ template <CacheClass CLASS, int DIM> struct Side {
     // Shared-memory swizzle: rows start at multiples of 128 bytes, and 16-byte chunk c of row r is stored at chunk c ^
     // (r % 8), so that 8 rows have no bank conflict. (Padded rows instead of a swizzle measured 5% slower.) Two rows of
     // 64 bytes share 128 bytes. Rows of blocks, which are read word by word, have an odd number of chunks instead.
-    static constexpr int PITCH = HAS_BLOCKS ? (CHUNKS | 1) * 16 : ROW_BYTES == 64 ? 64 : (ROW_BYTES + 127) / 128 * 128;
+    // Rows of q8_0 of several heads start as far from a multiple of 32 there as in memory, or copies would read half of
+    // their sectors twice, which costs more than bank conflicts of two rows.
+    static constexpr bool KEEPS_SECTORS = TILE_HEADS > 1 && IS_Q8_0 &&ROW_BYTES % 32 == 0;
+    static constexpr int PITCH = KEEPS_SECTORS     ? (ROW_BYTES / 32 | 1) * 32
+                                 : HAS_BLOCKS      ? (CHUNKS | 1) * 16
+                                 : ROW_BYTES == 64 ? 64
+                                                   : (ROW_BYTES + 127) / 128 * 128;
 };
 typedef Side<KEY_CLASS, HEAD_DIM> KeySide;
 typedef Side<VALUE_CLASS, VALUE_DIM> ValueSide;

@@ -5,7 +5,21 @@
 #include "common/state.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
+#if HEADS > 1
+#include "decode/head_slots.cuh"
+#endif
 #include "decode/stream_k.cuh"
+
+// Threads of the CTA that compute; their barrier; and that of all threads. With tiles of several heads, others copy.
+#if HEADS > 1
+static __device__ __forceinline__ int computing_threads() { return COMPUTING_THREADS; }
+static __device__ __forceinline__ void synchronize_computing() {
+    hopper::named_barrier_sync(HEAD_GROUPS + 1, COMPUTING_THREADS); // those up to HEAD_GROUPS are of groups
+}
+#else
+static __device__ __forceinline__ int computing_threads() { return blockDim.x; }
+static __device__ __forceinline__ void synchronize_computing() { __syncthreads(); }
+#endif
 
 // The range of a tile in the stream-K work.
 struct TileRange {
@@ -26,6 +40,9 @@ static __device__ __forceinline__ bool is_scheduled(const AttentionParameters &p
 }
 
 struct Shared {
+#if HEADS > 1
+    SlotBarriers barriers;
+#endif
     RowFacts rows[TILE_ROWS]; // by slot
     float max[MAX_KEY_GROUPS][TILE_ROWS];
     float sum[MAX_KEY_GROUPS][TILE_ROWS];

@@ -18,6 +18,13 @@
 #define CTAS_PER_TILE 1
 #endif
 
+// Kernels whose threads exchange registers have no calls: setmaxnreg would be ignored.
+#if HEADS > 1
+#define STREAM_K_CALL __forceinline__
+#else
+#define STREAM_K_CALL __noinline__
+#endif
+
 constexpr int MAX_KEY_GROUPS = 8;
 #if defined(THREADS) && THREADS > 512
 constexpr int MAX_WARPS = THREADS / 32;
@@ -49,7 +56,7 @@ static __device__ __forceinline__ unsigned part_count() { return gridDim.x / CTA
 
 // 64-bit division. Not inlined, like all code that rarely runs: a short call waits longer for cold instructions than
 // for the work itself.
-static __device__ __noinline__ long long divide_wide(long long a, long long b) { return a / b; }
+static __device__ STREAM_K_CALL long long divide_wide(long long a, long long b) { return a / b; }
 
 // A quotient of non-negative numbers. Numbers below 2^24 are divided in f32, whose quotient is off by at most one.
 static __device__ __forceinline__ long long divide(long long a, long long b) {
@@ -134,8 +141,8 @@ static __device__ long long sum_cta(long long x, CtaScan &scan) {
 
 // Finds the sequence that contains work position `at`, searching forward from `from`. Each warp searches by itself, 32
 // sequences per step.
-static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs,
-                                                        WorkCursor from, long long at) {
+static __device__ STREAM_K_CALL WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs,
+                                                         WorkCursor from, long long at) {
     int lane = threadIdx.x & 31;
     for (;;) {
         int i = from.sequence + lane;
@@ -163,7 +170,8 @@ struct CtaRange {
 
 // Divides the work where the lengths are only on the device: each CTA sums them, applies the rule of schedule.rs for
 // equal lengths, and finds its own range.
-static __device__ __noinline__ void partition_work(const AttentionParameters &params, CtaScan &scan, CtaRange &result) {
+static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &params, CtaScan &scan,
+                                                    CtaRange &result) {
     CtaRange cta_range;
     const TileCosts keys_only = {1, 0};
     cta_range.costs = {1, params.stream_k.tile_start_work};
