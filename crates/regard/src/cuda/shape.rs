@@ -71,7 +71,7 @@ impl Shape {
         let bytes = self.row_bytes(side);
         match side.0 {
             // As far from a multiple of 32 as in memory.
-            Storage::Q8_0 if self.heads > 1 && bytes.is_multiple_of(32) => (bytes / 32 | 1) * 32,
+            Storage::Q8_0 if self.heads > 1 && bytes.is_multiple_of(32) => ((bytes / 32) | 1) * 32,
             // Rows are copied from the multiple of 16 bytes before; an odd number of 16 bytes.
             Storage::Q8_0 | Storage::Q4_0 => {
                 ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
