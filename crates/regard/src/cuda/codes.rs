@@ -1,6 +1,7 @@
 //! Decode over codes on Hopper with WGMMA: which problems have it, and how it is launched.
 
-use super::registry::{self, DecodeConfig, Element, Module};
+use super::decode::cache_of;
+use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{
     PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16, start_units,
     tiles,
@@ -20,7 +21,7 @@ pub(super) struct CodesDecode {
 }
 
 /// The decode launch for a problem over codes; `None` if no such module takes it on this GPU.
-/// Operands whose rows do not start at multiples of 16 bytes run without it.
+/// Operands whose rows do not start where its copies assume run without it.
 pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode> {
     if !is_suitable(problem) {
         return None;
@@ -28,7 +29,9 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
     let (module, config) = find_module(problem, facts)?;
     let tiles = tiles(problem, config.tile_rows);
     let (ctas_per_multiprocessor, key_groups) = occupancy(tiles, facts);
-    let unit_bytes = DecodeConfig::CODES_TILE_KEYS * (problem.head_dim + problem.value_dim);
+    let row_bytes =
+        config.codes_row_bytes(problem.head_dim) + config.codes_row_bytes(problem.value_dim);
+    let unit_bytes = DecodeConfig::CODES_TILE_KEYS * row_bytes;
     let start_units = start_units(unit_bytes);
     let units = problem.kv_len.div_ceil(DecodeConfig::CODES_TILE_KEYS);
     let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
@@ -74,11 +77,11 @@ fn occupancy(tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     }
 }
 
-/// Whether a problem has what these modules are for: codes of a byte, plain scores, runs of 16 keys
-/// that are neighbours in memory, and more rows than convert codes as they are multiplied.
+/// Whether a problem has what these modules are for: codes of a byte, or keys and values in blocks
+/// of one kind; plain scores; runs of 16 keys that are neighbours in memory; and more rows than
+/// convert codes as they are multiplied.
 fn is_suitable(problem: &Problem) -> bool {
-    problem.key_dtype.is_code()
-        && problem.value_dtype.is_code()
+    matches!(cache_of(problem), Cache::Bytes | Cache::Q8_0 | Cache::Q4_0)
         && packed_rows(problem) > FEW_ROWS
         && has_plain_scores(problem)
         && problem.rotary_dim == 0
@@ -95,6 +98,7 @@ fn find_module(
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
     registry::decode_modules().find(|(module, config)| {
         config.wgmma
+            && config.cache == cache_of(problem)
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
@@ -171,6 +175,13 @@ mod tests {
         assert!(refused(|problem| problem.key_dtype = DType::BF16, "h200"));
         assert!(refused(|problem| problem.value_dtype = DType::Q8_0, "h200"));
         assert!(refused(|problem| problem.value_dim = 64, "h200"));
+        let blocks = |keys, values| {
+            let problem = Problem { key_dtype: keys, value_dtype: values, ..problem(64) };
+            select(&problem, &facts("h200")).map(|codes| codes.decode.launch.module)
+        };
+        let name = "decode_bf16_128_128_q4_0_r32_plain_sm90a";
+        assert_eq!(blocks(DType::Q4_0, DType::Q4_0), Some(name));
+        assert_eq!(blocks(DType::Q8_0, DType::Q4_0), None);
         assert!(refused(|problem| problem.dtype = DType::F32, "h200"));
     }
 }

@@ -583,7 +583,7 @@ impl DecodeConfig {
             defines.push(("LISTS", 1));
         }
         match self.cache {
-            Cache::Bytes if self.wgmma => {
+            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 if self.wgmma => {
                 defines.extend([
                     ("MAX_THREADS", 128), // states are combined by the groups of a CTA, 128 each
                     ("CACHE", self.cache.number()),

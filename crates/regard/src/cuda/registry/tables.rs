@@ -96,6 +96,15 @@ impl Rows {
         Module::new(Config::Decode(config), Compute90a)
     }
 
+    /// The decode modules of a 16-bit type over codes with WGMMA.
+    const fn decode_codes(&self) -> [Module; 3] {
+        [
+            self.codes(Cache::Bytes, 128, 32).must_not_spill(),
+            self.codes(Cache::Q8_0, 128, 32).must_not_spill(),
+            self.codes(Cache::Q4_0, 128, 32).must_not_spill(),
+        ]
+    }
+
     /// A decode module for rows with lists of keys: storage, head dims of keys and values, query
     /// rows per tile.
     const fn lists(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
@@ -550,8 +559,8 @@ const LISTS: [List; 40] = [
     base(&UTILITIES),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),
-    eight_bit(&[F16.codes(Cache::Bytes, 128, 32).must_not_spill()]),
-    eight_bit(&[BF16.codes(Cache::Bytes, 128, 32).must_not_spill()]),
+    eight_bit(&F16.decode_codes()),
+    eight_bit(&BF16.decode_codes()),
     eight_bit(&F16.decode_blocks(Cache::Q8_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),

@@ -52,29 +52,66 @@ value_operands(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values, int
         }
 }
 
-// The value dim of element [block][4 j + e] of a thread's output.
-static __device__ __forceinline__ int value_dim_of(int block, int element, int warp, int lane) {
-    return 16 * (VALUE_BLOCKS * warp + block) + 2 * (lane >> 2) + (element >> 1);
-}
+// The keys of a warp, and their dot products with all rows.
+struct ByteKeys {
+    unsigned codes[KEY_STEPS][4];
+    float sums[SUMS];
 
-static __device__ __forceinline__ void key_operands(CacheFormat format, unsigned (&a)[KEY_STEPS][4], unsigned keys,
-                                                    int warp, int lane) {
-    if (format == CacheFormat::E4M3)
-        key_operands<CacheFormat::E4M3>(a, keys, warp, lane);
-    else if (format == CacheFormat::I8)
-        key_operands<CacheFormat::I8>(a, keys, warp, lane);
-    else
-        key_operands<CacheFormat::E5M2>(a, keys, warp, lane);
-}
+    __device__ __forceinline__ void set(unsigned long long, long long, int, int) {}
 
-static __device__ __forceinline__ void value_operands(CacheFormat format, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
-                                                      unsigned values, int warp, int lane) {
-    if (format == CacheFormat::E4M3)
-        value_operands<CacheFormat::E4M3>(a, values, warp, lane);
-    else if (format == CacheFormat::I8)
-        value_operands<CacheFormat::I8>(a, values, warp, lane);
-    else
-        value_operands<CacheFormat::E5M2>(a, values, warp, lane);
-}
+    __device__ __forceinline__ void load(CacheFormat format, unsigned keys, int warp, int lane) {
+        if (format == CacheFormat::E4M3)
+            key_operands<CacheFormat::E4M3>(codes, keys, warp, lane);
+        else if (format == CacheFormat::I8)
+            key_operands<CacheFormat::I8>(codes, keys, warp, lane);
+        else
+            key_operands<CacheFormat::E5M2>(codes, keys, warp, lane);
+    }
+
+    // Starts the products.
+    __device__ __forceinline__ void multiply(const SharedTile<ROWS> &queries) {
+        warpgroup_fence_operand(sums);
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < KEY_STEPS; i++) CodeWgmma<ROWS>::mma_f16(sums, codes[i], queries.k_major(i), i > 0);
+        hopper::wgmma_commit();
+    }
+
+    __device__ __forceinline__ void begin_scores(float (&)[SUMS]) {}
+
+    __device__ __forceinline__ void finish_scores(float (&scores)[SUMS]) {
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(sums);
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) scores[i] = sums[i];
+    }
+};
+
+// The value dims of a warp: 16 for each 64 of the head dim.
+struct ByteValues {
+    __device__ __forceinline__ void set(unsigned long long, long long, int, int) {}
+
+    // Returns true: scales are no part of operands.
+    __device__ __forceinline__ bool load(CacheFormat format, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
+                                         unsigned values, int warp, int lane) const {
+        if (format == CacheFormat::E4M3)
+            value_operands<CacheFormat::E4M3>(a, values, warp, lane);
+        else if (format == CacheFormat::I8)
+            value_operands<CacheFormat::I8>(a, values, warp, lane);
+        else
+            value_operands<CacheFormat::E5M2>(a, values, warp, lane);
+        return true;
+    }
+
+    template <class Softmax>
+    __device__ __forceinline__ void add_any_scales(float (&)[VALUE_BLOCKS][SUMS], const float (&)[SUMS],
+                                                   const Softmax &, unsigned, unsigned, unsigned, int, int, int) const {
+    }
+
+    // The value dim of element [block][4 j + e] of a thread's output.
+    static __device__ __forceinline__ int dim_of(int block, int element, int warp, int lane) {
+        return 16 * (VALUE_BLOCKS * warp + block) + 2 * (lane >> 2) + (element >> 1);
+    }
+};
 
 } // namespace codes

@@ -62,9 +62,13 @@ struct Softmax {
         }
     }
 
-    // A row's maximum as states have it.
-    __device__ __forceinline__ float max_of(int j, int r) const {
-        return reference[j][r] == NO_REFERENCE ? -INF : reference[j][r];
+    // A row's maximum as states have it, and what its sums are multiplied by then: near the largest score if that is
+    // exact, so that a log-sum-exp is not a difference of larger numbers.
+    __device__ __forceinline__ float max_of(int j, int r, float &factor) const {
+        float from = reference[j][r], to = from + USUAL_EXPONENT, step = to - from;
+        bool is_exact = (from - (to - step)) + (USUAL_EXPONENT - step) == 0.0f;
+        factor = is_exact ? 1.0f / (1 << int(USUAL_EXPONENT)) : 1.0f;
+        return from == NO_REFERENCE ? -INF : is_exact ? to : from;
     }
 
     // What multiplies a row's output. `scale`: of all values.

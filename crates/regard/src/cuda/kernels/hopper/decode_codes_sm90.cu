@@ -7,7 +7,7 @@
 // the next keys beside P V. Probabilities go through shared memory.
 //
 // Maxima of rows are exchanged only where a score exceeds a row's reference by so much that f16 could not hold its
-// probability. A state's maximum is that reference.
+// probability.
 //
 // Plain scores, exact head dims and runs of 16 keys, as the specialized modules of decode.cu, whose division of work
 // and partial states it has. Not in batch-invariant mode.
@@ -16,6 +16,7 @@
 #include "decode/decode_combine_entry.cuh"
 #include "decode/decode_groups.cuh"
 #include "decode/decode_schedule.cuh"
+#include "hopper/codes_blocks.cuh"
 #include "hopper/codes_softmax.cuh"
 
 namespace codes {
@@ -51,12 +52,12 @@ struct Worker {
         tile.any_end = __shfl_sync(~0u, end, 1);
         long long key_at, value_at;
         find_kv_start(params, tile, key_at, value_at);
-        tile.key_base = params.keys.pointer + key_at;
-        tile.value_base = params.values.pointer + value_at;
+        tile.key_base = params.keys.pointer + key_at * KeySide::BYTES;
+        tile.value_base = params.values.pointer + value_at * ValueSide::BYTES;
         tile.table = page_table(params, tile.sequence);
         if (threadIdx.x == 0) this->tile = tile;
-        softmax.keys_scaled = varies(params, cache.key_scale_strides);
-        softmax.values_scaled = varies(params, cache.value_scale_strides);
+        softmax.keys_scaled = KeySide::IS_BYTES && varies(params, cache.key_scale_strides);
+        softmax.values_scaled = ValueSide::IS_BYTES && varies(params, cache.value_scale_strides);
     }
 
     // Finds the keys of a piece: the units of the tile from `unit` to before `last_unit`.
@@ -91,15 +92,19 @@ struct Worker {
             value_at = first * params.values.strides.token;
         }
         unsigned to = ring + stage * STAGE_BYTES;
-        load_rows<HEAD_DIM, KEY_PITCH>(to, tile.key_base + key_at, params.keys.strides.token, first);
-        load_rows<VALUE_DIM, VALUE_PITCH>(to + KEYS * KEY_PITCH, tile.value_base + value_at,
-                                          params.values.strides.token, first);
+        load_rows<KeySide>(to, tile.key_base + key_at * KeySide::BYTES, params.keys.strides.token, first);
+        load_rows<ValueSide>(to + KEYS * KEY_PITCH, tile.value_base + value_at * ValueSide::BYTES,
+                             params.values.strides.token, first);
         if (softmax.keys_scaled || softmax.values_scaled) load_scales(to + SCALE_OFFSET, first, entry);
     }
 
     // Rows of 16 keys from `first` on. Several lanes copy a row, the others the next rows.
-    template <int DIM, int PITCH>
+    template <class Side>
     __device__ __forceinline__ void load_rows(unsigned to, unsigned long long from, long long stride, int first) const {
+        constexpr int DIM = Side::DIMS, PITCH = Side::PITCH;
+        if constexpr (Side::HAS_BLOCKS)
+            return copy_block_rows<Side>(to + WARP_KEYS * warp * PITCH, from, stride * Side::BYTES, first - key_start,
+                                         key_end - key_start, lane);
         constexpr int CHUNKS = DIM / 16, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
         int row = lane / LANES, column = lane % LANES * 16;
         unsigned keys = key_end - key_start, key = first + row - key_start;
@@ -138,7 +143,8 @@ struct Worker {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
         SharedTile<ROWS> to = {base + QUERY_OFFSET};
         float scale = params.scale * LOG2_E;
-        if (!softmax.keys_scaled) scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+        if (KeySide::IS_BYTES && !softmax.keys_scaled)
+            scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
 #pragma unroll 4
         for (int row = threadIdx.x >> 5; row < ROWS; row += blockDim.x >> 5) {
             bool present = row < tile.rows;
@@ -199,7 +205,7 @@ struct Worker {
         load_queries();
         load_row_facts();
         value_scale = 1.0f;
-        if (!softmax.values_scaled)
+        if (ValueSide::IS_BYTES && !softmax.values_scaled)
             value_scale = *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
         int every_start = tile.every_start, every_end = tile.every_end;
         // wgmma reads the queries.
@@ -216,26 +222,23 @@ struct Worker {
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
         int stage = 0, turn = 0;
         unsigned value_codes[VALUE_BLOCKS][VALUE_STEPS][4];
+        Products::Keys key_products;
+        Products::Values value_products;
+        key_products.set(tile.key_base, params.keys.strides.token * KeySide::BYTES, warp, lane);
+        value_products.set(tile.value_base, params.values.strides.token * ValueSide::BYTES, warp, lane);
 #pragma unroll 1
         for (int key_tile = first; key_tile < end; key_tile += step) {
             unsigned keys = ring + stage * STAGE_BYTES, values = keys + KEYS * KEY_PITCH;
-            float scores[SUMS];
-            unsigned key_codes[KEY_STEPS][4];
-            key_operands(cache.key_format, key_codes, keys, warp, lane);
+            key_products.load(cache.key_format, keys, warp, lane);
             hopper::wgmma_wait<0>();
 #pragma unroll
             for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
-            warpgroup_fence_operand(scores);
-            hopper::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < KEY_STEPS; i++)
-                CodeWgmma<ROWS>::mma_f16(scores, key_codes[i], queries.k_major(i), i > 0);
-            hopper::wgmma_commit();
-            value_operands(cache.value_format, value_codes, values, warp, lane);
-            float scales[2][2]; // of this thread's keys, and of their values
+            key_products.multiply(queries);
+            float scores[SUMS], scales[2][2]; // scales: of this thread's keys, and of their values
+            key_products.begin_scores(scores);
+            bool any_scales = !value_products.load(cache.value_format, value_codes, values, warp, lane);
             softmax.load_scales(scales, values + KEYS * VALUE_PITCH, warp, lane);
-            hopper::wgmma_wait<0>();
-            warpgroup_fence_operand(scores);
+            key_products.finish_scores(scores);
 #pragma unroll
             for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
 
@@ -245,13 +248,24 @@ struct Worker {
                 hide_invisible(scores, shared.rows, first_key, lane);
             unsigned probabilities = ring - 2 * PROBABILITY_BYTES + turn * PROBABILITY_BYTES;
             float sums[ROW_BLOCKS][2];
-            bool exceeds = softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane);
+            bool exceeds = softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane) || any_scales;
             hopper::fence_proxy_async();
             // The next K tile has arrived.
             cp_async_wait<RING_STAGES - 2>();
             if (hopper::named_barrier_or(1 + group, 128, exceeds)) {
                 unsigned exchange = base + EXCHANGE_OFFSET + group * 4 * ROWS * 4;
                 softmax.raise(scores, scales[1], out, exchange, group, warp, lane);
+                if (ValueSide::HAS_BLOCKS && hopper::named_barrier_or(1 + group, 128, any_scales)) {
+                    value_products.add_any_scales(out, scores, softmax, values, probabilities, exchange, group, warp,
+                                                  lane);
+                    // Nothing is left for the products below.
+#pragma unroll
+                    for (int block = 0; block < VALUE_BLOCKS; block++)
+#pragma unroll
+                        for (int i = 0; i < VALUE_STEPS; i++)
+#pragma unroll
+                            for (int word = 0; word < 4; word++) value_codes[block][i][word] = 0;
+                }
                 softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane);
                 hopper::fence_proxy_async();
                 synchronize_group();
@@ -283,16 +297,18 @@ struct Worker {
     // Stores this group's state to shared memory, over the pipeline stages. All threads of the CTA call this.
     __device__ __forceinline__ void store_state(float *states) {
         float *exchange = (float *)(dynamic_shared + EXCHANGE_OFFSET) + group * 4 * ROWS;
+        float factors[ROW_BLOCKS][2]; // of this thread's rows
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 int row = 8 * j + 2 * (lane & 3) + r;
-                float sum = softmax.row_sum[j][r];
+                float most = softmax.max_of(j, r, factors[j][r]);
+                float sum = softmax.row_sum[j][r] * factors[j][r];
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
                 if (lane < 4) exchange[warp * ROWS + row] = sum;
-                if (lane < 4 && warp == 0) shared.max[group][row] = softmax.max_of(j, r);
+                if (lane < 4 && warp == 0) shared.max[group][row] = most;
             }
         __syncthreads();
         if (warp == 0)
@@ -308,8 +324,8 @@ struct Worker {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     int row = 8 * j + 2 * (lane & 3) + (e & 1);
-                    mine[row * OUT_PITCH + value_dim_of(block, e, warp, lane)] =
-                        out[block][4 * j + e] * softmax.out_scale(value_scale, row);
+                    mine[row * OUT_PITCH + Products::Values::dim_of(block, e, warp, lane)] =
+                        out[block][4 * j + e] * (softmax.out_scale(value_scale, row) * factors[j][e & 1]);
                 }
     }
 };

@@ -1,0 +1,286 @@
+// Decode on Hopper over blocks of q8_0 and q4_0: copies of rows, and operands of wgmma. A K tile's codes are converted
+// once per tile of rows.
+//
+// Each block of keys has sums of its own, which the scales of its keys multiply. Scales of values multiply codes, in
+// f16; where they are not moderate, probabilities, in f32, by the slow path `add_any_scales`.
+#pragma once
+#include "decode/decode_codes.cuh"
+#include "hopper/codes_softmax.cuh"
+
+namespace codes {
+
+static_assert(!KeySide::HAS_BLOCKS || (KEY_CLASS == VALUE_CLASS && HEAD_DIM == 128 && VALUE_DIM == 128),
+              "a warp has the value dims of one block");
+constexpr int KEY_BLOCKS = HEAD_DIM / 32;
+
+// Rows of blocks lie in shared memory as far from a multiple of 16 bytes as in memory: 0 or 8 bytes. `row`: of a run of
+// 16 keys.
+static __device__ __forceinline__ unsigned row_shift(unsigned long long base, long long stride, int row) {
+    return ((unsigned)base + row * (unsigned)stride) & 8;
+}
+
+// Starts the copies of a run of 16 rows of blocks: whole chunks of 16 bytes, and before or behind them 8 bytes. `key`:
+// the first, counted from the first of `keys` that exist; the others become zeros.
+template <class Side> static __device__ __forceinline__ void
+copy_block_rows(unsigned to, unsigned long long from, long long stride, unsigned key, unsigned keys, int lane) {
+    constexpr int LANES = Side::ROW_BYTES / 16, AT_ONCE = 32 / LANES;
+    static_assert(Side::ROW_BYTES % 16 == 8 && 32 % LANES == 0, "chunks, and 8 bytes");
+    static_assert(AT_ONCE % 2 == 0, "rows that far apart start equally far from a multiple of 16 bytes");
+    int row = lane / LANES, column = lane % LANES * 16;
+    unsigned shift = row_shift(from, stride, row);
+    unsigned long long source = from + row * stride + (column + shift);
+    unsigned place = to + row * Side::PITCH + column + 2 * shift;
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS; i += AT_ONCE)
+        cp_async_sectors(place + i * Side::PITCH, (const void *)(source + i * stride), key + row + i < keys ? 16 : 0);
+    if (lane >= WARP_KEYS) return;
+    shift = row_shift(from, stride, lane);
+    unsigned rest = shift ? 0 : 16 * LANES;
+    cp_async_eight(to + lane * Side::PITCH + shift + rest, (const void *)(from + lane * stride + rest),
+                   key + lane < keys);
+}
+
+// The keys of a warp, and their dot products with all rows, block by block.
+struct BlockKeys {
+    unsigned codes[KEY_BLOCKS][2][4];   // operands A of two steps
+    unsigned scales[KEY_BLOCKS / 2][2]; // of a pair of blocks and a key
+    float sums[KEY_BLOCKS][SUMS];
+    unsigned first; // offset of this lane's first key in a stage
+
+    __device__ __forceinline__ void set(unsigned long long base, long long stride, int warp, int lane) {
+        int row = lane >> 2;
+        first = (WARP_KEYS * warp + row) * KEY_PITCH + row_shift(base, stride, row);
+    }
+
+    // Words are as `CodeKeys::qk_blocks` reads them.
+    __device__ __forceinline__ void load(CacheFormat, unsigned keys, int, int lane) {
+        constexpr int CODES = KeySide::BLOCK_BYTES - 2, LAST = CODES / 16 - 1;
+        int word = 4 * (lane & 3);
+        unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210;
+#pragma unroll
+        for (int pair = 0; pair < KEY_BLOCKS / 2; pair++) {
+            unsigned words[2][2][2]; // of the pair, the two keys, the words of a lane
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                unsigned at = keys + first + 8 * half * KEY_PITCH + pair * 2 * KeySide::BLOCK_BYTES;
+                unsigned start = ld_shared_word(at), middle = ld_shared_word(at + CODES);
+                scales[pair][half] = __byte_perm(start, middle, 0x7610);
+                if (LAST == 1) {
+                    words[0][half][0] = ld_shared_word(at + 4 + word);
+                    words[1][half][0] = ld_shared_word(at + 4 + CODES + word);
+                }
+                words[0][half][LAST] = __byte_perm(ld_shared_word(at + 4 + 16 * LAST + word), start, wrap);
+                words[1][half][LAST] = ld_shared_word(at + 4 + CODES + 16 * LAST + word);
+            }
+#pragma unroll
+            for (int block = 0; block < 2; block++)
+                CodeKeys::block_operands<true>(codes[2 * pair + block], words[block]);
+        }
+    }
+
+    // Starts the products, in two parts.
+    __device__ __forceinline__ void multiply(const SharedTile<ROWS> &queries) {
+#pragma unroll
+        for (int block = 0; block < KEY_BLOCKS; block++) warpgroup_fence_operand(sums[block]);
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+            for (int step = 0; step < 2; step++)
+                CodeWgmma<ROWS>::mma_f16(sums[block], codes[block][step], queries.k_major(2 * block + step), step);
+            if (block % 2) hopper::wgmma_commit();
+        }
+    }
+
+    // The first part of the scores, beside the other products.
+    __device__ __forceinline__ void begin_scores(float (&scores)[SUMS]) {
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) scores[i] = 0.0f;
+        hopper::wgmma_wait<1>();
+        add_scores(scores, 0);
+    }
+
+    __device__ __forceinline__ void finish_scores(float (&scores)[SUMS]) {
+        hopper::wgmma_wait<0>();
+        add_scores(scores, KEY_BLOCKS / 2);
+    }
+
+    __device__ __forceinline__ void add_scores(float (&scores)[SUMS], int first) {
+#pragma unroll
+        for (int block = first; block < first + KEY_BLOCKS / 2; block++) {
+            warpgroup_fence_operand(sums[block]);
+            float scale[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                scale[half] = block_scale(scales[block / 2][half] >> 16 * (block % 2) & 0xffff);
+            for_each_element(
+                [&](int i, int, int half, int) { scores[i] = fmaf(sums[block][i], scale[half], scores[i]); });
+        }
+    }
+};
+
+// The values of a K tile: a warp has the dims of its block, in two tiles of 16.
+struct BlockValues {
+    unsigned rows[2];    // offsets in a stage of the values of keys 2 (lane % 4) and the next
+    unsigned scale_rows; // of the value of key lane % 16 of this warp
+
+    __device__ __forceinline__ void set(unsigned long long base, long long stride, int warp, int lane) {
+        int key = 2 * (lane & 3);
+#pragma unroll
+        for (int i = 0; i < 2; i++) rows[i] = (key + i) * VALUE_PITCH + row_shift(base, stride, key + i);
+        int own = lane % WARP_KEYS;
+        scale_rows = (WARP_KEYS * warp + own) * VALUE_PITCH + row_shift(base, stride, own);
+    }
+
+    // Whether scales of this warp's keys times any code are in the range of f16, with all bits.
+    __device__ __forceinline__ bool has_moderate_scales(unsigned values, int lane) const {
+        bool moderate = true;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            unsigned bits = ld_shared_half(values + scale_rows + (2 * (lane / WARP_KEYS) + i) * ValueSide::BLOCK_BYTES);
+            bits &= 0x7fff;
+            moderate &= bits == 0 || bits - 0x0400 < 0x5c00 - 0x0400; // 2^-14 to 2^8
+        }
+        return moderate;
+    }
+
+    // Codes of the keys 16 step + 2t, + 1, + 8 and + 9 as operands A of both tiles, times their scales. Returns whether
+    // all of this warp's scales are moderate.
+    __device__ __forceinline__ bool load(CacheFormat, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values,
+                                         int warp, int lane) const {
+        load_codes<true>(a, values, warp, lane);
+        return has_moderate_scales(values, lane);
+    }
+
+    // The same, times their scales if SCALED.
+    template <bool SCALED> __device__ __forceinline__ void load_codes(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
+                                                                      unsigned values, int warp, int lane) const {
+        int eighth = lane >> 2, odd = warp & 1;
+        unsigned pair = values + warp / 2 * 2 * ValueSide::BLOCK_BYTES;
+#pragma unroll
+        for (int step = 0; step < VALUE_STEPS; step++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                unsigned words[2], scales[2], at[2]; // of the two keys
+#pragma unroll
+                for (int key = 0; key < 2; key++) at[key] = pair + rows[key] + (16 * step + 8 * half) * VALUE_PITCH;
+                unsigned *first = &a[0][step][2 * half], *second = &a[1][step][2 * half];
+                unsigned scale;
+                if (ValueSide::IS_Q8_0) {
+                // The first block of a pair has its scale in the lower half of a word and codes from the upper half
+                // on; the second has its scale in an upper half.
+#pragma unroll
+                    for (int key = 0; key < 2; key++) {
+                        scales[key] = ld_shared_word(at[key] + (odd ? 32 : 0));
+                        words[key] = __byte_perm(ld_shared_word(at[key] + (odd ? 36 : 4) + 4 * eighth), scales[key],
+                                                 !odd && eighth == 7 ? 0x7610 : 0x3210);
+                    }
+                    scale = __byte_perm(scales[0], scales[1], odd ? 0x7632 : 0x5410);
+                    Codes<CacheFormat::I8>::to_f16(__byte_perm(words[0], words[1], 0x5140), first[0], first[1]);
+                    Codes<CacheFormat::I8>::to_f16(__byte_perm(words[0], words[1], 0x7362), second[0], second[1]);
+                } else {
+#pragma unroll
+                    for (int key = 0; key < 2; key++) {
+                        scales[key] = ld_shared_half(at[key] + odd * ValueSide::BLOCK_BYTES);
+                        words[key] = ld_shared_half(at[key] + odd * ValueSide::BLOCK_BYTES + 2 + 2 * eighth);
+                    }
+                    scale = __byte_perm(scales[0], scales[1], 0x5410);
+                    unsigned lower[2], upper[2];
+                    Codes<CacheFormat::Q4_0>::to_f16_even_odd(__byte_perm(words[0], words[1], 0x5410), lower, upper);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) first[i] = lower[i], second[i] = upper[i];
+                }
+                if (SCALED) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        first[i] = mul_f16x2(first[i], scale);
+                        second[i] = mul_f16x2(second[i], scale);
+                    }
+                }
+            }
+    }
+
+    // The value dim of element [tile][4 j + e] of a thread's output.
+    static __device__ __forceinline__ int dim_of(int tile, int element, int warp, int lane) {
+        int dim = 16 * tile + 2 * (lane >> 2) + (element >> 1);
+        // Words of codes of the first block of a pair are two codes ahead.
+        if (ValueSide::IS_Q8_0) dim = 4 * (lane >> 2) + 2 * tile + (element >> 1) + (warp & 1 ? 0 : 2) & 31;
+        return 32 * warp + dim;
+    }
+
+    // Adds a K tile's values whose scales are any numbers, as `CodeValues::pv_blocks` does: probabilities are
+    // multiplied by the scales of a block in f32, and brought into f16's range by a power of two per row. A block after
+    // another: all warps store weights for it, and the one that has its dims multiplies. `buffer`: for weights. It
+    // rarely runs.
+    __device__ __forceinline__ void add_any_scales(float (&out)[VALUE_BLOCKS][SUMS], const float (&scores)[SUMS],
+                                                   const Softmax &softmax, unsigned values, unsigned buffer,
+                                                   unsigned exchange, int group, int warp, int lane) const {
+        SharedTile<ROWS> tile = {buffer};
+#pragma unroll 1
+        for (int block = 0; block < VALUE_DIM / 32; block++) {
+            float weights[SUMS], most[ROW_BLOCKS][2], inverses[ROW_BLOCKS][2], scales[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                // Of key lane / 4 + 8 half of the warp, of which another lane has the row.
+                unsigned row = __shfl_sync(~0u, scale_rows, (lane >> 2) + 8 * half);
+                scales[half] = block_scale(ld_shared_half(values + row + block * ValueSide::BLOCK_BYTES));
+            }
+            for_each_element([&](int i, int j, int half, int r) {
+                weights[i] = exp2_fast(scores[i] - softmax.reference[j][r]) * scales[half];
+            });
+#pragma unroll
+            for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    most[j][r] = fmaxf(fabsf(weights[4 * j + r]), fabsf(weights[4 * j + 2 + r]));
+            Softmax::find_maxima(most, exchange, group, warp, lane);
+#pragma unroll
+            for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    WeightScale power = weight_scale(most[j][r]);
+                    inverses[j][r] = power.inverse;
+                    weights[4 * j + r] *= power.factor;
+                    weights[4 * j + 2 + r] *= power.factor;
+                }
+            Softmax::store(weights, buffer, warp, lane);
+            hopper::named_barrier_sync(1 + group, 128);
+            if (warp == block) {
+                unsigned a[VALUE_BLOCKS][VALUE_STEPS][4];
+                load_codes<false>(a, values, warp, lane);
+#pragma unroll
+                for (int j = 0; j < ROW_BLOCKS; j++) {
+                    float parts[VALUE_BLOCKS][4] = {};
+#pragma unroll
+                    for (int step = 0; step < VALUE_STEPS; step += 2) {
+                        unsigned b[4]; // of two steps
+                        ldmatrix_x4(b, tile.chunk(8 * j + (lane & 7), 2 * step + (lane >> 3)));
+#pragma unroll
+                        for (int v = 0; v < VALUE_BLOCKS; v++) {
+                            Half::mma(parts[v], a[v][step], b[0], b[1]);
+                            Half::mma(parts[v], a[v][step + 1], b[2], b[3]);
+                        }
+                    }
+#pragma unroll
+                    for (int v = 0; v < VALUE_BLOCKS; v++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            out[v][4 * j + e] = fmaf(parts[v][e], inverses[j][e & 1], out[v][4 * j + e]);
+                }
+            }
+            hopper::named_barrier_sync(1 + group, 128); // the weights have been read
+        }
+    }
+};
+
+template <bool BLOCKS> struct ProductsOf {
+    typedef ByteKeys Keys;
+    typedef ByteValues Values;
+};
+template <> struct ProductsOf<true> {
+    typedef BlockKeys Keys;
+    typedef BlockValues Values;
+};
+typedef ProductsOf<KeySide::HAS_BLOCKS> Products;
+
+} // namespace codes
