@@ -2,7 +2,7 @@
 //! alignment allow.
 
 use super::lists::kv_tensor;
-use super::shape::row_alignment;
+use super::registry::row_alignment;
 use super::{DeviceMemory, work};
 use crate::dtype::DType;
 use crate::kernel_parameters::{

@@ -131,12 +131,11 @@ fn with_codes(
         block_rows: rows,
         reason: format!(
             "{} rows per key/value head, tiles of {rows} rows, for which each code is converted \
-             once; {} warpgroups per CTA, K tiles of {keys} keys; {} where rows do not start at \
-             multiples of {} bytes",
+             once; {} warpgroups per CTA, K tiles of {keys} keys; {} where rows do not start as \
+             its copies assume",
             packed_rows(problem),
             codes.key_groups,
             choice.kernel.name(),
-            if codes.cache == Cache::Bytes { 16 } else { 8 },
         ),
     };
     let units = problem.kv_len.div_ceil(keys).max(1);

@@ -1,6 +1,6 @@
 //! The shape of a decode kernel's CTA: `kernels/decode/decode_shape.cuh`, for the host.
 
-use super::registry::{Cache, DecodeConfig, Storage};
+use super::registry::{Cache, DecodeConfig, Storage, row_alignment};
 
 /// Bytes of keys and values that a multiprocessor should have in flight or in shared memory: more
 /// does not raise the bandwidth.
@@ -178,11 +178,6 @@ impl Shape {
     pub fn partial_bytes(&self) -> usize {
         self.rows * (self.value_dim + 2) * 4
     }
-}
-
-/// Alignment of a row of q8_0 or q4_0 blocks, in bytes: `row_alignment` there.
-pub(super) fn row_alignment(row_bytes: usize) -> usize {
-    [16, 8].into_iter().find(|&bytes| row_bytes.is_multiple_of(bytes)).unwrap_or(4)
 }
 
 /// Maximum groups of a CTA with this much shared memory; at least one, even if that does not fit.

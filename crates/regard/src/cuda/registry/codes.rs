@@ -1,6 +1,6 @@
 //! The shape of a CTA of decode modules over codes with WGMMA.
 
-use super::{Cache, DecodeConfig, Operands};
+use super::{Cache, DecodeConfig, Operands, row_alignment};
 
 impl DecodeConfig {
     /// Keys per K tile of a group, which is a warpgroup, over codes with WGMMA.
@@ -36,12 +36,13 @@ impl DecodeConfig {
     }
 
     /// Bytes from row to row in shared memory: of blocks, an odd number of 16 bytes, because rows
-    /// are 8 bytes off a multiple of 16 there if they are in memory.
+    /// are as far from a multiple of 16 there as in memory.
     const fn codes_pitch(&self, dim: usize) -> usize {
         let bytes = self.codes_row_bytes(dim);
         match self.cache {
+            Cache::Bytes if bytes == 64 => 64,
             Cache::Bytes => bytes.next_multiple_of(128),
-            _ => ((bytes + 8).div_ceil(16) | 1) * 16,
+            _ => ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16,
         }
     }
 }

@@ -262,6 +262,15 @@ impl Cache {
     }
 }
 
+/// Alignment of a row of q8_0 or q4_0 blocks, in bytes: `ALIGNMENT` of `decode_shape.cuh`.
+pub const fn row_alignment(row_bytes: usize) -> usize {
+    match row_bytes % 16 {
+        0 => 16,
+        8 => 8,
+        _ => 4,
+    }
+}
+
 /// Problems that an attention module accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {

@@ -97,8 +97,11 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type over codes with WGMMA.
-    const fn decode_codes(&self) -> [Module; 3] {
+    const fn decode_codes(&self) -> [Module; 6] {
         [
+            self.codes(Cache::Bytes, 64, 32).must_not_spill(),
+            self.codes(Cache::Q8_0, 64, 32).must_not_spill(),
+            self.codes(Cache::Q4_0, 64, 32).must_not_spill(),
             self.codes(Cache::Bytes, 128, 32).must_not_spill(),
             self.codes(Cache::Q8_0, 128, 32).must_not_spill(),
             self.codes(Cache::Q4_0, 128, 32).must_not_spill(),

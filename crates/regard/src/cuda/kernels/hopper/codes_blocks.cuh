@@ -9,35 +9,45 @@
 
 namespace codes {
 
-static_assert(!KeySide::HAS_BLOCKS || (KEY_CLASS == VALUE_CLASS && HEAD_DIM == 128 && VALUE_DIM == 128),
-              "a warp has the value dims of one block");
+static_assert(!KeySide::HAS_BLOCKS || (KEY_CLASS == VALUE_CLASS && HEAD_DIM == VALUE_DIM && HEAD_DIM <= 128),
+              "a warp has the value dims of one block, or half of them");
 constexpr int KEY_BLOCKS = HEAD_DIM / 32;
 
-// Rows of blocks lie in shared memory as far from a multiple of 16 bytes as in memory: 0 or 8 bytes. `row`: of a run of
-// 16 keys.
+// Rows of blocks lie in shared memory as far from a multiple of 16 bytes as in memory. `row`: of a run of 16 keys.
+template <class Side>
 static __device__ __forceinline__ unsigned row_shift(unsigned long long base, long long stride, int row) {
-    return ((unsigned)base + row * (unsigned)stride) & 8;
+    return ((unsigned)base + row * (unsigned)stride) & (16 - Side::ALIGNMENT);
 }
 
-// Starts the copies of a run of 16 rows of blocks: whole chunks of 16 bytes, and before or behind them 8 bytes. `key`:
-// the first, counted from the first of `keys` that exist; the others become zeros.
+// Starts the copies of a run of 16 rows of blocks: whole chunks of 16 bytes by several lanes per row, and what is left
+// of a row by one. `key`: the first, counted from the first of `keys` that exist; the others become zeros.
 template <class Side> static __device__ __forceinline__ void
 copy_block_rows(unsigned to, unsigned long long from, long long stride, unsigned key, unsigned keys, int lane) {
-    constexpr int LANES = Side::ROW_BYTES / 16, AT_ONCE = 32 / LANES;
-    static_assert(Side::ROW_BYTES % 16 == 8 && 32 % LANES == 0, "chunks, and 8 bytes");
-    static_assert(AT_ONCE % 2 == 0, "rows that far apart start equally far from a multiple of 16 bytes");
+    constexpr int LANES = Side::ROW_BYTES / 16, AT_ONCE = 32 / LANES, CHUNK_BYTES = LANES * 16;
+    static_assert(Side::ROW_BYTES == CHUNK_BYTES + Side::ALIGNMENT && 32 % LANES == 0, "chunks, and one piece");
+    static_assert(AT_ONCE * Side::ALIGNMENT % 16 == 0, "rows that far apart start equally far from a multiple of 16");
+    // Rows at multiples of 8 bytes: the piece comes first if they are off a multiple of 16. At multiples of 4, chunks
+    // begin before a row, and the piece is what is left.
+    constexpr bool WHOLE = Side::ALIGNMENT == 8;
     int row = lane / LANES, column = lane % LANES * 16;
-    unsigned shift = row_shift(from, stride, row);
-    unsigned long long source = from + row * stride + (column + shift);
-    unsigned place = to + row * Side::PITCH + column + 2 * shift;
+    unsigned shift = row_shift<Side>(from, stride, row);
+    unsigned long long source = from + row * stride;
+    source = WHOLE ? source + (column + shift) : source - shift + column;
+    unsigned place = to + row * Side::PITCH + column + (WHOLE ? 2 * shift : 0);
 #pragma unroll
     for (int i = 0; i < WARP_KEYS; i += AT_ONCE)
         cp_async_sectors(place + i * Side::PITCH, (const void *)(source + i * stride), key + row + i < keys ? 16 : 0);
     if (lane >= WARP_KEYS) return;
-    shift = row_shift(from, stride, lane);
-    unsigned rest = shift ? 0 : 16 * LANES;
-    cp_async_eight(to + lane * Side::PITCH + shift + rest, (const void *)(from + lane * stride + rest),
-                   key + lane < keys);
+    shift = row_shift<Side>(from, stride, lane);
+    bool present = key + lane < keys;
+    if constexpr (WHOLE) {
+        unsigned rest = shift ? 0 : CHUNK_BYTES;
+        cp_async_eight(to + lane * Side::PITCH + shift + rest, (const void *)(from + lane * stride + rest), present);
+    } else {
+        cp_async_sectors(to + lane * Side::PITCH + CHUNK_BYTES,
+                         (const void *)(from + lane * stride - shift + CHUNK_BYTES),
+                         present ? shift + Side::ALIGNMENT : 0);
+    }
 }
 
 // The keys of a warp, and their dot products with all rows, block by block.
@@ -49,7 +59,7 @@ struct BlockKeys {
 
     __device__ __forceinline__ void set(unsigned long long base, long long stride, int warp, int lane) {
         int row = lane >> 2;
-        first = (WARP_KEYS * warp + row) * KEY_PITCH + row_shift(base, stride, row);
+        first = (WARP_KEYS * warp + row) * KEY_PITCH + row_shift<KeySide>(base, stride, row);
     }
 
     // Words are as `CodeKeys::qk_blocks` reads them.
@@ -88,7 +98,7 @@ struct BlockKeys {
 #pragma unroll
             for (int step = 0; step < 2; step++)
                 CodeWgmma<ROWS>::mma_f16(sums[block], codes[block][step], queries.k_major(2 * block + step), step);
-            if (block % 2) hopper::wgmma_commit();
+            if (block % (KEY_BLOCKS / 2) == KEY_BLOCKS / 2 - 1) hopper::wgmma_commit();
         }
     }
 
@@ -119,26 +129,29 @@ struct BlockKeys {
     }
 };
 
-// The values of a K tile: a warp has the dims of its block, in two tiles of 16.
+// The values of a K tile: a warp has the dims of a block, in two tiles of 16, or at head dim 64 one of these tiles.
 struct BlockValues {
+    static constexpr int SCALES = VALUE_DIM / 64; // of a key, that a lane tests
+    static __device__ __forceinline__ int block_of(int warp) { return VALUE_BLOCKS == 2 ? warp : warp / 2; }
+
     unsigned rows[2];    // offsets in a stage of the values of keys 2 (lane % 4) and the next
     unsigned scale_rows; // of the value of key lane % 16 of this warp
 
     __device__ __forceinline__ void set(unsigned long long base, long long stride, int warp, int lane) {
         int key = 2 * (lane & 3);
 #pragma unroll
-        for (int i = 0; i < 2; i++) rows[i] = (key + i) * VALUE_PITCH + row_shift(base, stride, key + i);
+        for (int i = 0; i < 2; i++) rows[i] = (key + i) * VALUE_PITCH + row_shift<ValueSide>(base, stride, key + i);
         int own = lane % WARP_KEYS;
-        scale_rows = (WARP_KEYS * warp + own) * VALUE_PITCH + row_shift(base, stride, own);
+        scale_rows = (WARP_KEYS * warp + own) * VALUE_PITCH + row_shift<ValueSide>(base, stride, own);
     }
 
     // Whether scales of this warp's keys times any code are in the range of f16, with all bits.
     __device__ __forceinline__ bool has_moderate_scales(unsigned values, int lane) const {
         bool moderate = true;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            unsigned bits = ld_shared_half(values + scale_rows + (2 * (lane / WARP_KEYS) + i) * ValueSide::BLOCK_BYTES);
-            bits &= 0x7fff;
+        for (int i = 0; i < SCALES; i++) {
+            int block = SCALES * (lane / WARP_KEYS) + i;
+            unsigned bits = ld_shared_half(values + scale_rows + block * ValueSide::BLOCK_BYTES) & 0x7fff;
             moderate &= bits == 0 || bits - 0x0400 < 0x5c00 - 0x0400; // 2^-14 to 2^8
         }
         return moderate;
@@ -155,8 +168,8 @@ struct BlockValues {
     // The same, times their scales if SCALED.
     template <bool SCALED> __device__ __forceinline__ void load_codes(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
                                                                       unsigned values, int warp, int lane) const {
-        int eighth = lane >> 2, odd = warp & 1;
-        unsigned pair = values + warp / 2 * 2 * ValueSide::BLOCK_BYTES;
+        int eighth = lane >> 2, odd = block_of(warp) & 1;
+        unsigned pair = values + block_of(warp) / 2 * 2 * ValueSide::BLOCK_BYTES;
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++)
 #pragma unroll
@@ -164,8 +177,7 @@ struct BlockValues {
                 unsigned words[2], scales[2], at[2]; // of the two keys
 #pragma unroll
                 for (int key = 0; key < 2; key++) at[key] = pair + rows[key] + (16 * step + 8 * half) * VALUE_PITCH;
-                unsigned *first = &a[0][step][2 * half], *second = &a[1][step][2 * half];
-                unsigned scale;
+                unsigned scale, tiles[2][2]; // of the tiles: the operands' words
                 if (ValueSide::IS_Q8_0) {
                 // The first block of a pair has its scale in the lower half of a word and codes from the upper half
                 // on; the second has its scale in an upper half.
@@ -176,8 +188,11 @@ struct BlockValues {
                                                  !odd && eighth == 7 ? 0x7610 : 0x3210);
                     }
                     scale = __byte_perm(scales[0], scales[1], odd ? 0x7632 : 0x5410);
-                    Codes<CacheFormat::I8>::to_f16(__byte_perm(words[0], words[1], 0x5140), first[0], first[1]);
-                    Codes<CacheFormat::I8>::to_f16(__byte_perm(words[0], words[1], 0x7362), second[0], second[1]);
+                    unsigned first = VALUE_BLOCKS == 1 && warp & 1 ? 0x7362 : 0x5140;
+                    Codes<CacheFormat::I8>::to_f16(__byte_perm(words[0], words[1], first), tiles[0][0], tiles[0][1]);
+                    if (VALUE_BLOCKS == 2)
+                        Codes<CacheFormat::I8>::to_f16(__byte_perm(words[0], words[1], 0x7362), tiles[1][0],
+                                                       tiles[1][1]);
                 } else {
 #pragma unroll
                     for (int key = 0; key < 2; key++) {
@@ -185,27 +200,25 @@ struct BlockValues {
                         words[key] = ld_shared_half(at[key] + odd * ValueSide::BLOCK_BYTES + 2 + 2 * eighth);
                     }
                     scale = __byte_perm(scales[0], scales[1], 0x5410);
-                    unsigned lower[2], upper[2];
-                    Codes<CacheFormat::Q4_0>::to_f16_even_odd(__byte_perm(words[0], words[1], 0x5410), lower, upper);
-#pragma unroll
-                    for (int i = 0; i < 2; i++) first[i] = lower[i], second[i] = upper[i];
+                    unsigned nibbles = __byte_perm(words[0], words[1], 0x5410);
+                    if (VALUE_BLOCKS == 1) nibbles >>= 4 * (warp & 1);
+                    Codes<CacheFormat::Q4_0>::to_f16_even_odd(nibbles, tiles[0], tiles[1]);
                 }
-                if (SCALED) {
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        first[i] = mul_f16x2(first[i], scale);
-                        second[i] = mul_f16x2(second[i], scale);
-                    }
-                }
+                for (int v = 0; v < VALUE_BLOCKS; v++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        a[v][step][2 * half + i] = SCALED ? mul_f16x2(tiles[v][i], scale) : tiles[v][i];
             }
     }
 
     // The value dim of element [tile][4 j + e] of a thread's output.
     static __device__ __forceinline__ int dim_of(int tile, int element, int warp, int lane) {
-        int dim = 16 * tile + 2 * (lane >> 2) + (element >> 1);
+        if (VALUE_BLOCKS == 1) tile = warp & 1;
+        int block = block_of(warp), dim = 16 * tile + 2 * (lane >> 2) + (element >> 1);
         // Words of codes of the first block of a pair are two codes ahead.
-        if (ValueSide::IS_Q8_0) dim = 4 * (lane >> 2) + 2 * tile + (element >> 1) + (warp & 1 ? 0 : 2) & 31;
-        return 32 * warp + dim;
+        if (ValueSide::IS_Q8_0) dim = (4 * (lane >> 2) + 2 * tile + (element >> 1) + (block & 1 ? 0 : 2)) & 31;
+        return 32 * block + dim;
     }
 
     // Adds a K tile's values whose scales are any numbers, as `CodeValues::pv_blocks` does: probabilities are
@@ -245,7 +258,7 @@ struct BlockValues {
                 }
             Softmax::store(weights, buffer, warp, lane);
             hopper::named_barrier_sync(1 + group, 128);
-            if (warp == block) {
+            if (block_of(warp) == block) {
                 unsigned a[VALUE_BLOCKS][VALUE_STEPS][4];
                 load_codes<false>(a, values, warp, lane);
 #pragma unroll

@@ -36,7 +36,7 @@ constexpr int GROUP_BYTES = 2 * PROBABILITY_BYTES + (RING_STAGES * STAGE_BYTES +
 static_assert(sizeof(Shared) <= QUERY_OFFSET && ROWS * OUT_PITCH * 4 <= GROUP_BYTES, "as the host has it");
 
 // Exponents of probabilities (of 2) that f16 can hold, and that of the largest one where the reference is chosen.
-constexpr float MAX_EXPONENT = 15.0f, USUAL_EXPONENT = 11.0f;
+constexpr float MAX_EXPONENT = 15.0f, USUAL_EXPONENT = 7.0f;
 // Bound of probabilities times scales of values.
 constexpr float MAX_WEIGHT = 32768.0f;
 
