@@ -35,8 +35,14 @@ copy_block_rows(unsigned to, unsigned long long from, long long stride, unsigned
     source = WHOLE ? source + (column + shift) : source - shift + column;
     unsigned place = to + row * Side::PITCH + column + (WHOLE ? 2 * shift : 0);
 #pragma unroll
-    for (int i = 0; i < WARP_KEYS; i += AT_ONCE)
-        cp_async_sectors(place + i * Side::PITCH, (const void *)(source + i * stride), key + row + i < keys ? 16 : 0);
+    for (int i = 0; i < WARP_KEYS; i += AT_ONCE) {
+        const void *chunk = (const void *)(source + i * stride);
+        int bytes = key + row + i < keys ? 16 : 0;
+        if (CHUNK_BYTES == 128)
+            cp_async_alone(place + i * Side::PITCH, chunk, bytes);
+        else
+            cp_async_sectors(place + i * Side::PITCH, chunk, bytes);
+    }
     if (lane >= WARP_KEYS) return;
     shift = row_shift<Side>(from, stride, lane);
     bool present = key + lane < keys;

@@ -62,13 +62,27 @@ struct Softmax {
         }
     }
 
-    // A row's maximum as states have it, and what its sums are multiplied by then: near the largest score if that is
-    // exact, so that a log-sum-exp is not a difference of larger numbers.
-    __device__ __forceinline__ float max_of(int j, int r, float &factor) const {
-        float from = reference[j][r], to = from + USUAL_EXPONENT, step = to - from;
-        bool is_exact = (from - (to - step)) + (USUAL_EXPONENT - step) == 0.0f;
-        factor = is_exact ? 1.0f / (1 << int(USUAL_EXPONENT)) : 1.0f;
-        return from == NO_REFERENCE ? -INF : is_exact ? to : from;
+    // Makes references the largest scores where that is exact, so that a log-sum-exp is not a difference of larger
+    // numbers.
+    __device__ __forceinline__ void finish(float (&out)[VALUE_BLOCKS][SUMS]) {
+        for_each_element([&](int, int j, int half, int r) {
+            if (half) return;
+            float from = reference[j][r], to = from + USUAL_EXPONENT, step = to - from;
+            if ((from - (to - step)) + (USUAL_EXPONENT - step) != 0.0f) return;
+            constexpr float FACTOR = 1.0f / (1 << int(USUAL_EXPONENT));
+            reference[j][r] = to;
+            row_sum[j][r] *= FACTOR;
+#pragma unroll
+            for (int block = 0; block < VALUE_BLOCKS; block++) {
+                out[block][4 * j + r] *= FACTOR;
+                out[block][4 * j + 2 + r] *= FACTOR;
+            }
+        });
+    }
+
+    // A row's maximum as states have it.
+    __device__ __forceinline__ float max_of(int j, int r) const {
+        return reference[j][r] == NO_REFERENCE ? -INF : reference[j][r];
     }
 
     // What multiplies a row's output. `scale`: of all values.

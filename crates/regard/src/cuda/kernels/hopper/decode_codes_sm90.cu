@@ -297,18 +297,17 @@ struct Worker {
     // Stores this group's state to shared memory, over the pipeline stages. All threads of the CTA call this.
     __device__ __forceinline__ void store_state(float *states) {
         float *exchange = (float *)(dynamic_shared + EXCHANGE_OFFSET) + group * 4 * ROWS;
-        float factors[ROW_BLOCKS][2]; // of this thread's rows
+        softmax.finish(out);
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 int row = 8 * j + 2 * (lane & 3) + r;
-                float most = softmax.max_of(j, r, factors[j][r]);
-                float sum = softmax.row_sum[j][r] * factors[j][r];
+                float sum = softmax.row_sum[j][r];
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
                 if (lane < 4) exchange[warp * ROWS + row] = sum;
-                if (lane < 4 && warp == 0) shared.max[group][row] = most;
+                if (lane < 4 && warp == 0) shared.max[group][row] = softmax.max_of(j, r);
             }
         __syncthreads();
         if (warp == 0)
@@ -325,7 +324,7 @@ struct Worker {
                 for (int e = 0; e < 4; e++) {
                     int row = 8 * j + 2 * (lane & 3) + (e & 1);
                     mine[row * OUT_PITCH + Products::Values::dim_of(block, e, warp, lane)] =
-                        out[block][4 * j + e] * (softmax.out_scale(value_scale, row) * factors[j][e & 1]);
+                        out[block][4 * j + e] * softmax.out_scale(value_scale, row);
                 }
     }
 };
