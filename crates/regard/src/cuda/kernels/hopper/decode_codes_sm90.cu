@@ -1,5 +1,5 @@
-// Decode attention on Hopper over 8-bit codes: as decode/decode.cu, but codes are converted once for all rows of a
-// tile.
+// Decode attention on Hopper over 8-bit codes, or blocks of q8_0 or q4_0: as decode/decode.cu, but codes are converted
+// once for all rows of a tile.
 //
 // The rows of a tile are the N of wgmma: S^T = K Q^T and O^T = V^T P^T take keys and values as their first operand from
 // registers, where a warp has converted the codes of its 16 keys, then of its value dims. A group is a warpgroup. It
