@@ -1,7 +1,7 @@
 //! Decode over codes on Hopper with WGMMA: which problems have it, and how it is launched.
 
 use super::decode::cache_of;
-use super::registry::{self, Cache, DecodeConfig, Element, Module};
+use super::registry::{self, DecodeConfig, Element, Module};
 use super::work::{
     PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16, start_units,
     tiles,
@@ -29,9 +29,8 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
     let (module, config) = find_module(problem, facts)?;
     let tiles = tiles(problem, config.tile_rows);
     let (ctas_per_multiprocessor, key_groups) = occupancy(tiles, facts);
-    let row_bytes =
-        config.codes_row_bytes(problem.head_dim) + config.codes_row_bytes(problem.value_dim);
-    let unit_bytes = DecodeConfig::CODES_TILE_KEYS * row_bytes;
+    let (key_bytes, value_bytes) = config.codes_row_bytes();
+    let unit_bytes = DecodeConfig::CODES_TILE_KEYS * (key_bytes + value_bytes);
     let start_units = start_units(unit_bytes);
     let units = problem.kv_len.div_ceil(DecodeConfig::CODES_TILE_KEYS);
     let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
@@ -77,12 +76,11 @@ fn occupancy(tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     }
 }
 
-/// Whether a problem has what these modules are for: codes of a byte, or keys and values in blocks
-/// of one kind; plain scores; runs of 16 keys that are neighbours in memory; and more rows than
-/// convert codes as they are multiplied.
+/// Whether a problem, over a cache that these modules read, has what they are for: plain scores,
+/// runs of 16 keys that are neighbours in memory, and more rows than convert codes as they are
+/// multiplied.
 fn is_suitable(problem: &Problem) -> bool {
-    matches!(cache_of(problem), Cache::Bytes | Cache::Q8_0 | Cache::Q4_0)
-        && packed_rows(problem) > FEW_ROWS
+    packed_rows(problem) > FEW_ROWS
         && has_plain_scores(problem)
         && problem.rotary_dim == 0
         && problem.key_lists.is_none()
@@ -96,9 +94,10 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
+    let cache = cache_of(problem);
     registry::decode_modules().find(|(module, config)| {
         config.wgmma
-            && config.cache == cache_of(problem)
+            && config.cache == cache
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)

@@ -1,6 +1,6 @@
 //! The shape of a decode kernel's CTA: `kernels/decode/decode_shape.cuh`, for the host.
 
-use super::registry::{Cache, DecodeConfig, Storage, row_alignment};
+use super::registry::{Cache, DecodeConfig, HOPPER_SHARED_BYTES, Storage};
 
 /// Bytes of keys and values that a multiprocessor should have in flight or in shared memory: more
 /// does not raise the bandwidth.
@@ -16,10 +16,8 @@ const MAX_STAGE_BYTES: usize = 48 << 10;
 /// The largest stage of q8_0 or q4_0 blocks of a three-stage pipeline, per key/value head.
 const SMALL_STAGE_BYTES: usize = 6 << 10;
 
-/// Maximum slots for keys or values of a group of several heads, and the shared memory that these
-/// kernels have, on Hopper and later.
+/// Maximum slots for keys or values of a group of several heads.
 const MAX_SLOTS: usize = 8;
-const HOPPER_SHARED_BYTES: usize = 227 << 10;
 
 /// Bytes of a stage per row of keys or of values: the scale of its codes.
 const SCALE_BYTES: usize = 4;
@@ -60,10 +58,7 @@ impl Shape {
 
     /// Bytes of a key's or a value's row in memory, with all heads of a tile.
     fn row_bytes(&self, (storage, dim): (Storage, usize)) -> usize {
-        match storage.block_bytes() {
-            Some(bytes) => self.heads * (dim / 32 * bytes),
-            None => dim * self.element_bytes,
-        }
+        self.heads * storage.row_bytes(dim, self.element_bytes)
     }
 
     /// Bytes from row to row in shared memory.
@@ -72,12 +67,7 @@ impl Shape {
         match side.0 {
             // As far from a multiple of 32 as in memory.
             Storage::Q8_0 if self.heads > 1 && bytes.is_multiple_of(32) => ((bytes / 32) | 1) * 32,
-            // Rows are copied from the multiple of 16 bytes before; an odd number of 16 bytes.
-            Storage::Q8_0 | Storage::Q4_0 => {
-                ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
-            }
-            Storage::Bytes if bytes == 64 => 64,
-            Storage::Elements | Storage::Bytes => bytes.next_multiple_of(128),
+            storage => storage.pitch(bytes),
         }
     }
 

@@ -14,7 +14,7 @@ use name::Name;
 pub use tables::MODULES;
 
 /// Shared memory that a CTA on Hopper can have, in bytes.
-const HOPPER_SHARED_BYTES: usize = 227 << 10;
+pub const HOPPER_SHARED_BYTES: usize = 227 << 10;
 
 /// A kernel source compiled for one configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -188,6 +188,26 @@ impl Storage {
             Storage::Bytes => Some(32),
             Storage::Q8_0 => Some(34),
             Storage::Q4_0 => Some(18),
+        }
+    }
+
+    /// Bytes of a key or a value of `dim` dims in memory, for one head.
+    pub const fn row_bytes(self, dim: usize, element_bytes: usize) -> usize {
+        match self.block_bytes() {
+            Some(bytes) => dim / 32 * bytes,
+            None => dim * element_bytes,
+        }
+    }
+
+    /// Bytes from row to row in the shared memory of decode: `PITCH` of `decode_shape.cuh`.
+    pub const fn pitch(self, row_bytes: usize) -> usize {
+        match self {
+            // Rows are copied from the multiple of 16 bytes before; an odd number of 16 bytes.
+            Storage::Q8_0 | Storage::Q4_0 => {
+                ((row_bytes + 16 - row_alignment(row_bytes)).div_ceil(16) | 1) * 16
+            }
+            Storage::Bytes if row_bytes == 64 => 64,
+            Storage::Elements | Storage::Bytes => row_bytes.next_multiple_of(128),
         }
     }
 }
