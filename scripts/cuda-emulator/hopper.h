@@ -202,9 +202,8 @@ template <int N, class E> static inline void emu_mma_rs(float (&sum)[N / 2], con
             for (int k = 0; k < 16; k++)
                 B[k] = E::to_float(*(unsigned short *)emu_at(hopper::swz((unsigned)b + (8 * j + 2 * (lane % 4) + e) * 128 + 2 * k), 2));
             for (int h = 0; h < 2; h++) {
-                float t = keep ? sum[4 * j + 2 * h + e] : 0;
-                for (int k = 0; k < 16; k++) t += A[h][k] * B[k];
-                sum[4 * j + 2 * h + e] = t;
+                float &s = sum[4 * j + 2 * h + e];
+                s = emu_dot<16>(keep ? s : 0, A[h], B, E::SMALLEST_EXPONENT);
             }
         }
 }

@@ -20,7 +20,7 @@ for path in REPLACED:
     shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{path}")
 # Fibers change stacks as the fibers of the Metal kernels on the host do.
 shutil.copy(f"{HERE}/../../crates/msl-host/runtime/switch.h", FOLDER)
-for name in ("emulator.h", "emulator.cpp", "launch.h"):
+for name in ("emulator.h", "emulator.cpp", "launch.h", "tensor_core.h"):
     shutil.copy(f"{HERE}/{name}", FOLDER)
 
 

@@ -1,5 +1,6 @@
 // wgmma.cuh, emulated: every thread computes its own elements.
 #pragma once
+static constexpr int ELEMENT_SMALLEST = Element<ElementType(ELEMENT_TYPE)>::SMALLEST_EXPONENT;
 static inline float elem(unsigned a) { return Element<ElementType(ELEMENT_TYPE)>::to_float(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
 template <int N> struct Wgmma {
     // The rows of a that this thread has elements of the sum in.
@@ -16,9 +17,8 @@ template <int N> struct Wgmma {
             for (int e = 0; e < 2; e++) {
                 for (int k = 0; k < 16; k++) B[k] = elem((unsigned)b + (8 * j + 2 * (lane % 4) + e) * 128 + 2 * k);
                 for (int h = 0; h < 2; h++) {
-                    float s = keep ? sum[4 * j + 2 * h + e] : 0;
-                    for (int k = 0; k < 16; k++) s += A[h][k] * B[k];
-                    sum[4 * j + 2 * h + e] = s;
+                    float &s = sum[4 * j + 2 * h + e];
+                    s = emu_dot<16>(keep ? s : 0, A[h], B, ELEMENT_SMALLEST);
                 }
             }
     }
@@ -30,8 +30,10 @@ template <int N> struct Wgmma {
         for (int j = 0; j < N / 8; j++)
             for (int e = 0; e < 2; e++) {
                 for (int k = 0; k < 16; k++) B[k] = elem((unsigned)b + (8 * j + 2 * (lane % 4) + e) * 128 + 2 * k);
-                for (int h = 0; h < 2; h++)
-                    for (int k = 0; k < 16; k++) sum[4 * j + 2 * h + e] += A[h][k] * B[k];
+                for (int h = 0; h < 2; h++) {
+                    float &s = sum[4 * j + 2 * h + e];
+                    s = emu_dot<16>(s, A[h], B, ELEMENT_SMALLEST);
+                }
             }
     }
     // Adds the products of 16 rows of the sum with the columns of this thread.
@@ -44,9 +46,8 @@ template <int N> struct Wgmma {
                 float B[16];
                 for (int k = 0; k < 16; k++) B[k] = elem(from + n / 64 * apart + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2);
                 for (int h = 0; h < 2; h++) {
-                    float t = sum[4 * j + 2 * h + e];
-                    for (int k = 0; k < 16; k++) t += A[h][k] * B[k];
-                    sum[4 * j + 2 * h + e] = t;
+                    float &s = sum[4 * j + 2 * h + e];
+                    s = emu_dot<16>(s, A[h], B, ELEMENT_SMALLEST);
                 }
             }
     }

@@ -4,8 +4,11 @@
 // A lane loads words of four consecutive codes of a key, so the dims within an MMA step are permuted: `dim_of_slot`
 // gives the dim of a slot, and queries are stored in that order. Output dims are permuted likewise (`value_dim_of`).
 //
-// Codes of blocks are made unsigned and put into the lowest bits of an f16, which makes them subnormal numbers:
-// products with them are exact too, and the MMAs take off what was added to the codes.
+// Codes of blocks are made unsigned and put into lower bits of an f16, which makes them subnormal numbers, and the MMAs
+// take off what was added to the codes. Tensor cores align products by the exponents of their factors, where subnormal
+// numbers have 2^-14 as the smallest normal one has: products of small ones lose bits. So scores from codes in the
+// lowest bits have errors up to 2^-15 of the query's largest element per dim, in units of a code. That is little beside
+// the codes of q8_0, and too much beside those of q4_0, which are moved up by KEY_SHIFT bits in keys.
 //
 // Scales of keys multiply scores, scales of values probabilities. Products of probabilities and scales are brought into
 // f16's range by a power of two per row and K tile, and sums of a K tile are added to the output in f32. So for any
@@ -23,10 +26,12 @@ constexpr int PROBABILITY_SHIFT = 15;
 static __device__ __forceinline__ float block_scale(unsigned bits) { return Half::to_float((unsigned short)bits); }
 
 // Codes of blocks as operands of the MMAs. A block has two steps of MMAs over keys, and two tiles of value dims; of
-// nibbles, the lower ones and the upper ones.
-template <class Side> struct BlockOperands {
+// nibbles, the lower ones and the upper ones. They are moved up by SHIFT bits.
+template <class Side, int SHIFT> struct BlockOperands {
     // Makes an operand its code plus 128, or 8.
-    static __device__ __forceinline__ float unit(int part) { return !Side::IS_Q8_0 && part ? 1 << 20 : 1 << 24; }
+    static __device__ __forceinline__ float unit(int part) {
+        return 1 << (24 - SHIFT - (!Side::IS_Q8_0 && part ? 4 : 0));
+    }
 
     // Operands A that take 128, or 8, times the other operand off a sum.
     unsigned zeros[Side::IS_Q8_0 ? 1 : 2][4];
@@ -37,7 +42,7 @@ template <class Side> struct BlockOperands {
         room += 16 * (lane & 1);
 #pragma unroll
         for (int part = 0; part < (Side::IS_Q8_0 ? 1 : 2); part++) {
-            unsigned x = Side::IS_Q8_0 || part ? 0x80808080 : 0x80088008;
+            unsigned x = 0x80008000 | (Side::IS_Q8_0 || part ? 0x00800080 : 0x00080008) << SHIFT;
             st_shared_v4(room + 32 * part, make_uint4(x, x, x, x));
             __syncwarp();
             uint4 four = ld_shared_v4(room + 32 * part);
@@ -65,22 +70,29 @@ template <class Side> struct BlockOperands {
 
     // Nibbles of bytes (0, 2) and (1, 3).
     static __device__ __forceinline__ void pairs(unsigned codes, unsigned (&lower)[2], unsigned (&upper)[2]) {
-        lower[0] = codes & 0x000f000f;
-        upper[0] = codes & 0x00f000f0;
-        lower[1] = codes >> 8 & 0x000f000f;
-        upper[1] = codes >> 8 & 0x00f000f0;
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            unsigned moved = odd ? codes >> (8 - SHIFT) : codes << SHIFT;
+            lower[odd] = moved & 0x000f000f << SHIFT;
+            upper[odd] = moved & 0x00f000f0 << SHIFT;
+        }
     }
 };
 
 // Whether codes of values in blocks become exact operands: an MMA more per row tile would cost more than that.
 constexpr bool EXACT_VALUES = MMA_ROW_TILES > 1;
 
+// The most by which a nibble is still in the bits of an f16 whose numbers are equally far apart, the lowest 11.
+constexpr int KEY_SHIFT = KeySide::IS_Q8_0 ? 0 : 3;
+typedef BlockOperands<KeySide, KEY_SHIFT> KeyBlocks;
+typedef BlockOperands<ValueSide, 0> ValueBlocks;
+
 // What makes dot products of queries and keys those of codes, and likewise outputs of a tile of value dims.
 static __device__ __forceinline__ float key_unit(const AttentionParameters &params) {
-    return KeySide::HAS_BLOCKS && !has_exact_keys(params) ? 1 << 24 : 1.0f;
+    return KeySide::HAS_BLOCKS && !has_exact_keys(params) ? KeyBlocks::unit(0) : 1.0f;
 }
 static __device__ __forceinline__ float value_unit(int tile) {
-    return ValueSide::HAS_BLOCKS && !EXACT_VALUES ? BlockOperands<ValueSide>::unit(tile % 2) : 1.0f;
+    return ValueSide::HAS_BLOCKS && !EXACT_VALUES ? ValueBlocks::unit(tile % 2) : 1.0f;
 }
 
 // P^T as operand B: [k][n] are the 16 keys of an MMA step by 8 rows.
@@ -146,9 +158,8 @@ struct CodeView {
 
 // Keys in codes: S^T = K Q^T.
 struct CodeKeys : QueryFragments {
-    typedef BlockOperands<KeySide> Blocks;
     CodeView view;
-    Blocks blocks;
+    KeyBlocks blocks;
     bool is_exact; // has_exact_keys
 
     __device__ __forceinline__ void set(const CodeView &tile, bool has_exact) {
@@ -240,13 +251,13 @@ struct CodeKeys : QueryFragments {
                     if constexpr (IS_EXACT)
                         Codes<CacheFormat::I8>::to_f16(codes[half][step], a[step][half], a[step][2 + half]);
                     else
-                        Blocks::pairs(codes[half][step], a[step][half], a[step][2 + half]);
+                        KeyBlocks::pairs(codes[half][step], a[step][half], a[step][2 + half]);
             } else {
                 unsigned lower[2], upper[2];
                 if constexpr (IS_EXACT)
                     Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
                 else
-                    Blocks::pairs(codes[half][0], lower, upper);
+                    KeyBlocks::pairs(codes[half][0], lower, upper);
                 a[0][half] = lower[0], a[0][2 + half] = lower[1];
                 a[1][half] = upper[0], a[1][2 + half] = upper[1];
             }
@@ -330,9 +341,8 @@ struct CodeKeys : QueryFragments {
 
 // Values in codes: O^T = V^T P^T.
 struct CodeValues {
-    typedef BlockOperands<ValueSide> Blocks;
     CodeView view;
-    Blocks blocks;
+    ValueBlocks blocks;
     int lane;
     bool scaled;          // a scale per token or page; else one joins at the end of the tile
     bool batch_invariant; // scales of keys that only other rows see must not decide how a row's are rounded
@@ -434,15 +444,15 @@ struct CodeValues {
                     Codes<CacheFormat::I8>::to_f16(first, a[0][2 * half], a[0][2 * half + 1]);
                     Codes<CacheFormat::I8>::to_f16(second, a[1][2 * half], a[1][2 * half + 1]);
                 } else {
-                    Blocks::pairs(first, a[0][2 * half], a[0][2 * half + 1]);
-                    Blocks::pairs(second, a[1][2 * half], a[1][2 * half + 1]);
+                    ValueBlocks::pairs(first, a[0][2 * half], a[0][2 * half + 1]);
+                    ValueBlocks::pairs(second, a[1][2 * half], a[1][2 * half + 1]);
                 }
             } else {
                 unsigned lower[2], upper[2], nibbles = __byte_perm(codes[half][0], codes[half][1], 0x5410);
                 if constexpr (IS_EXACT)
                     Codes<CacheFormat::Q4_0>::to_f16_even_odd(nibbles, lower, upper);
                 else
-                    Blocks::pairs(nibbles, lower, upper);
+                    ValueBlocks::pairs(nibbles, lower, upper);
                 a[0][2 * half] = lower[0], a[0][2 * half + 1] = lower[1];
                 a[1][2 * half] = upper[0], a[1][2 * half + 1] = upper[1];
             }

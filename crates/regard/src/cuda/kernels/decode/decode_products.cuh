@@ -44,7 +44,7 @@ struct Products {
 template <class Keys, class Values>
 static __device__ __forceinline__ void set_block_operands(Keys &keys, Values &values, unsigned room, int lane) {
     if constexpr (KeySide::HAS_BLOCKS) keys.blocks.set(room, lane);
-    if constexpr (ValueSide::HAS_BLOCKS && KEY_CLASS == VALUE_CLASS)
+    if constexpr (ValueSide::IS_Q8_0 && KeySide::IS_Q8_0)
         values.blocks.copy(keys.blocks);
     else if constexpr (ValueSide::HAS_BLOCKS)
         values.blocks.set(room + 64, lane);
