@@ -41,7 +41,7 @@ compile() {
     [ "$source" = widen.cu ] && kind=-DWIDEN
     [ "$source" = decode.cu ] && kind=-DDECODE
     [ "$source" = decode_pages.cu ] && kind=-DDECODE_PAGES
-    [ "$source" = decode_codes_sm90.cu ] && kind=-DDECODE_CODES
+    [ "$source" = decode_wgmma_sm90.cu ] && kind=-DDECODE_WGMMA
     [ "$source" = decode_latent_sm90.cu ] && kind=-DDECODE_LATENT
     case "$source" in prefill_sm90* | prefix_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
     g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC -I"$folder/source" ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"

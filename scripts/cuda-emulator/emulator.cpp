@@ -24,9 +24,9 @@
 #include "hopper/decode_latent_sm90.cu"
 #undef THREADS
 #undef SHARED_BYTES
-#elif defined(DECODE_CODES)
+#elif defined(DECODE_WGMMA)
 #include "hopper/hopper.cuh"
-#include "hopper/decode_codes_sm90.cu"
+#include "hopper/decode_wgmma_sm90.cu"
 #undef THREADS
 #undef SHARED_BYTES
 #elif defined(DECODE)
@@ -55,7 +55,7 @@
 #undef THREADS
 #undef SHARED_BYTES
 #endif
-#if defined(DECODE) || defined(DECODE_PAGES) || defined(DECODE_CODES) || defined(DECODE_LATENT) || PREFIX
+#if defined(DECODE) || defined(DECODE_PAGES) || defined(DECODE_WGMMA) || defined(DECODE_LATENT) || PREFIX
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -85,7 +85,7 @@ static void call_kernel() {
 #else
     decode(*launch->attention, launch->maps->key, *launch->rest_map);
 #endif
-#elif defined(DECODE) || defined(DECODE_CODES)
+#elif defined(DECODE) || defined(DECODE_WGMMA)
 #if !LISTS
     if (launch->schedules) return schedule_ctas(*launch->attention);
 #endif

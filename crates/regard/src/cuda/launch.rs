@@ -204,7 +204,7 @@ fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &D
     }
 }
 
-/// The decode launch of a plan: a kernel for codes or blocks on Hopper, or that for latent caches,
+/// The decode launch of a plan: a kernel with WGMMA or for blocks on Hopper, or that for latent caches,
 /// with the tensor maps of the keys unless it copies or converts them one by one, if it can read
 /// and write the operands; else the fallback one.
 pub(super) fn choose_decode<'a>(
@@ -216,13 +216,16 @@ pub(super) fn choose_decode<'a>(
     let hopper = launches.hopper_decode.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let hopper = hopper.and_then(|hopper| {
         let reads_rows: Option<fn(&Tensor<DeviceMemory>) -> bool> = match hopper.cache {
-            Cache::Bytes => Some(reads_16_bytes),
+            Cache::Elements | Cache::Bytes => Some(reads_16_bytes),
             Cache::Q8_0 | Cache::Q4_0 if hopper.tile_heads > 1 => Some(reads_joined_rows),
             Cache::Q8_0 | Cache::Q4_0 => Some(reads_block_rows),
             _ => None,
         };
         if let Some(reads_rows) = reads_rows {
-            return [&inputs.k, &inputs.v].into_iter().all(reads_rows).then_some((hopper, None));
+            // Queries are copied as they are where keys are elements.
+            let reads_queries = hopper.cache != Cache::Elements || reads_16_bytes(&inputs.q);
+            let reads_rows = [&inputs.k, &inputs.v].into_iter().all(reads_rows);
+            return (reads_queries && reads_rows).then_some((hopper, None));
         }
         if problem.key_lists.is_some() || hopper.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((hopper, None));

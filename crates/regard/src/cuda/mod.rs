@@ -6,10 +6,10 @@
 
 #[cfg(feature = "cuda")]
 mod append;
-mod codes;
 #[cfg(feature = "cuda")]
 mod copy_blocks;
 mod decode;
+mod decode_wgmma;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]

@@ -1,8 +1,8 @@
 //! Selection and launch of the CUDA kernel of a problem: pure functions of the problem and the
 //! GPU's facts.
 
-use super::codes::{self, CodesDecode};
 use super::decode::{DecodeGrid, DecodeKernel, cache_of, decode_launch};
+use super::decode_wgmma::{self, WgmmaDecode};
 use super::latent::{self, LatentDecode};
 use super::prefill::{self, Division};
 use super::prefix;
@@ -105,8 +105,8 @@ fn select_decode_only(
     machine: &Machine,
 ) -> Result<Selection<Launches>, Refusal> {
     let decode = select_decode(problem, facts, machine)?;
-    if let Some(codes) = codes::select(problem, facts) {
-        return Ok(with_codes(problem, decode, codes));
+    if let Some(wgmma) = decode_wgmma::select(problem, facts) {
+        return Ok(with_wgmma(problem, decode, wgmma));
     }
     if let Some(kernel) = DecodeKernel::for_heads(problem, facts) {
         return Ok(with_heads(problem, facts, decode, &kernel));
@@ -117,24 +117,26 @@ fn select_decode_only(
     })
 }
 
-/// Decode with a kernel over codes that multiplies by WGMMA, for operands that it can read.
-fn with_codes(
+/// Decode with a kernel for more than 8 rows that multiplies by WGMMA, for operands that it can
+/// read.
+fn with_wgmma(
     problem: &Problem,
     general: Selection<Launches>,
-    CodesDecode { decode: codes, workspace_bytes }: CodesDecode,
+    WgmmaDecode { decode: wgmma, workspace_bytes }: WgmmaDecode,
 ) -> Selection<Launches> {
     let Selection { choice, backend: launches, .. } = general;
-    let (keys, rows) = (codes.unit_keys as usize, codes.tile_rows as usize);
+    let (keys, rows) = (wgmma.unit_keys as usize, wgmma.tile_rows as usize);
     let choice = Choice {
-        kernel: Kernel::Cuda(codes.launch.module),
+        kernel: Kernel::Cuda(wgmma.launch.module),
         tile_keys: keys,
         block_rows: rows,
         reason: format!(
-            "{} rows per key/value head, tiles of {rows} rows, for which each code is converted \
-             once; {} warpgroups per CTA, K tiles of {keys} keys; {} where rows do not start as \
-             its copies assume",
+            "{} rows per key/value head, tiles of {rows} rows, for which each {} once; {} \
+             warpgroups per CTA, K tiles of {keys} keys; {} where rows do not start as its copies \
+             assume",
             packed_rows(problem),
-            codes.key_groups,
+            if wgmma.cache == Cache::Elements { "key is read" } else { "code is converted" },
+            wgmma.key_groups,
             choice.kernel.name(),
         ),
     };
@@ -146,10 +148,10 @@ fn with_codes(
         reason: format!(
             "stream-K: {} tiles of up to {units} units over {} CTAs",
             tiles(problem, rows),
-            codes.launch.grid[0]
+            wgmma.launch.grid[0]
         ),
     };
-    let backend = instead_of_decode(problem, launches, codes, workspace_bytes);
+    let backend = instead_of_decode(problem, launches, wgmma, workspace_bytes);
     Selection { choice, split, backend }
 }
 

@@ -4,7 +4,7 @@
 //! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
 //! nothing else of the crate.
 
-mod codes;
+mod decode_wgmma;
 mod latent;
 mod name;
 mod prefill;
@@ -62,8 +62,9 @@ pub enum Family {
     DecodePages,
     /// The same over latent caches, with WGMMA and TMA: values are the first dims of keys.
     DecodeLatent,
-    /// The same over codes, with WGMMA: each code is converted once for all rows of a tile.
-    DecodeCodes,
+    /// The same of more than 8 rows, with WGMMA: each key is read once, and each code converted
+    /// once, for all rows of a tile.
+    DecodeWgmma,
     /// The rows of prefix groups over their shared prefix, with `mma.sync`.
     PrefixSm80,
     /// The same with WGMMA and TMA.
@@ -326,7 +327,7 @@ pub struct DecodeConfig {
     pub tile_heads: usize,
     /// Whether each row has a list of the keys that it attends to.
     pub lists: bool,
-    /// Whether codes are multiplied by WGMMA: of [`Family::DecodeCodes`].
+    /// Whether it multiplies by WGMMA, from registers: of [`Family::DecodeWgmma`].
     pub wgmma: bool,
 }
 
@@ -410,7 +411,7 @@ impl Family {
             Family::Decode => "decode.cu",
             Family::DecodePages => "decode_pages.cu",
             Family::DecodeLatent => "decode_latent_sm90.cu",
-            Family::DecodeCodes => "decode_codes_sm90.cu",
+            Family::DecodeWgmma => "decode_wgmma_sm90.cu",
             Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefixSm90 => "prefix_sm90.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
@@ -427,7 +428,7 @@ impl Family {
     /// The name of all its modules, or what their names start with.
     pub const fn name(self) -> &'static str {
         match self {
-            Family::Decode | Family::DecodePages | Family::DecodeLatent | Family::DecodeCodes => {
+            Family::Decode | Family::DecodePages | Family::DecodeLatent | Family::DecodeWgmma => {
                 "decode"
             }
             Family::PrefillSm80
@@ -447,7 +448,7 @@ impl Family {
     pub const fn uses_wgmma(self) -> bool {
         match self {
             Family::DecodeLatent
-            | Family::DecodeCodes
+            | Family::DecodeWgmma
             | Family::PrefixSm90
             | Family::PrefillSm90
             | Family::PrefillSm90Window
@@ -567,7 +568,7 @@ impl DecodeConfig {
         if self.cache.is_latent() {
             Family::DecodeLatent
         } else if self.wgmma {
-            Family::DecodeCodes
+            Family::DecodeWgmma
         } else if self.takes_page_lists() {
             Family::DecodePages
         } else {
@@ -612,12 +613,13 @@ impl DecodeConfig {
             defines.push(("LISTS", 1));
         }
         match self.cache {
-            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 if self.wgmma => {
+            cache if self.wgmma => {
                 defines.extend([
-                    ("MAX_THREADS", 128), // states are combined by the groups of a CTA, 128 each
-                    ("CACHE", self.cache.number()),
-                    ("THREADS", 128 * DecodeConfig::CODES_GROUPS),
-                    ("RING_STAGES", DecodeConfig::CODES_STAGES),
+                    // The groups of `decode_groups.cuh`, at least those of a CTA.
+                    ("MAX_THREADS", if self.operands.head_dim > 128 { 256 } else { 128 }),
+                    ("CACHE", cache.number()),
+                    ("THREADS", 128 * self.wgmma_groups()),
+                    ("RING_STAGES", self.wgmma_stages()),
                 ]);
             }
             Cache::Elements | Cache::Scaled => {

@@ -89,23 +89,30 @@ impl Rows {
         Module::new(Config::Decode(config), Compute90a)
     }
 
-    /// A decode module over codes with WGMMA, for Hopper: storage, head dim, query rows per tile.
-    const fn codes(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
+    /// A decode module with WGMMA, for Hopper: storage, head dim, query rows per tile.
+    const fn wgmma(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
         let operands = self.operands(dims, dims, Specialized);
         let config = DecodeConfig { wgmma: true, ..DecodeConfig::new(operands, cache, tile_rows) };
         Module::new(Config::Decode(config), Compute90a)
     }
 
-    /// The decode modules of a 16-bit type over codes with WGMMA.
-    const fn decode_codes(&self) -> [Module; 6] {
+    /// The decode modules with WGMMA over codes.
+    const fn decode_wgmma_codes(&self) -> [Module; 7] {
         [
-            self.codes(Cache::Bytes, 64, 32).must_not_spill(),
-            self.codes(Cache::Q8_0, 64, 32).must_not_spill(),
-            self.codes(Cache::Q4_0, 64, 32).must_not_spill(),
-            self.codes(Cache::Bytes, 128, 32).must_not_spill(),
-            self.codes(Cache::Q8_0, 128, 32).must_not_spill(),
-            self.codes(Cache::Q4_0, 128, 32).must_not_spill(),
+            self.wgmma(Cache::Bytes, 64, 32).must_not_spill(),
+            self.wgmma(Cache::Q8_0, 64, 32).must_not_spill(),
+            self.wgmma(Cache::Q4_0, 64, 32).must_not_spill(),
+            self.wgmma(Cache::Bytes, 128, 32).must_not_spill(),
+            self.wgmma(Cache::Q8_0, 128, 32).must_not_spill(),
+            self.wgmma(Cache::Q4_0, 128, 32).must_not_spill(),
+            self.wgmma(Cache::Bytes, 256, 32),
         ]
+    }
+
+    /// The decode modules with WGMMA over 16-bit elements. At smaller head dims `mma.sync` reads
+    /// them as fast as memory brings them.
+    const fn decode_wgmma(&self) -> [Module; 1] {
+        [self.wgmma(Cache::Elements, 256, 32)]
     }
 
     /// A decode module for rows with lists of keys: storage, head dims of keys and values, query
@@ -542,7 +549,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 40] = [
+const LISTS: [List; 42] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -560,10 +567,12 @@ const LISTS: [List; 40] = [
     base(&F16.prefix_16_bit()),
     base(&BF16.prefix_16_bit()),
     base(&UTILITIES),
+    base(&F16.decode_wgmma()),
+    base(&BF16.decode_wgmma()),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),
-    eight_bit(&F16.decode_codes()),
-    eight_bit(&BF16.decode_codes()),
+    eight_bit(&F16.decode_wgmma_codes()),
+    eight_bit(&BF16.decode_wgmma_codes()),
     eight_bit(&F16.decode_blocks(Cache::Q8_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),

@@ -1,4 +1,4 @@
-// Shapes and shared memory of decode over codes on Hopper (decode_codes_sm90.cu).
+// Shapes and shared memory of decode of many rows on Hopper (decode_wgmma_sm90.cu).
 //
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, TILE_ROWS, CACHE, FALLBACK (0), THREADS, RING_STAGES,
 // MAX_THREADS.
@@ -7,7 +7,10 @@
 #include "hopper/codes_wgmma.cuh"
 #include "hopper/pipeline.cuh"
 
-namespace codes {
+namespace decode_wgmma {
+
+// The type of what is multiplied: codes become f16.
+constexpr ElementType OPERAND = READS_CODES ? ElementType::F16 : ElementType(ELEMENT_TYPE);
 
 constexpr int ROWS = TILE_ROWS, ROW_BLOCKS = ROWS / 8;
 static_assert(ROWS % 16 == 0, "probabilities are stored for 16 rows at a time");
@@ -16,9 +19,13 @@ constexpr int WARP_KEYS = 16;  // a run of neighbours in memory
 constexpr int SUMS = ROWS / 2; // elements of a thread per 64 keys, or per 64 value dims
 constexpr int VALUE_BLOCKS = VALUE_DIM / 64;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
+// Operands of keys and of values do not fit into registers at head dim 256. There values are converted in two parts,
+// one of which runs beside Q K^T, and keys after P V.
+constexpr bool HAS_LARGE_HEADS = HEAD_DIM > 128;
+constexpr int EARLY_BLOCKS = HAS_LARGE_HEADS ? 1 : VALUE_BLOCKS; // of values, beside Q K^T
 static_assert(HEAD_DIM % 64 == 0 && VALUE_DIM % 64 == 0 && HEAD_DIM <= 256, "whole chunks, and no parts of sums");
 
-// A pipeline stage: codes of keys and of values, scales of keys and of values.
+// A pipeline stage: keys and values as they are stored, scales of keys and of values.
 constexpr int SCALE_OFFSET = KEYS * (KEY_PITCH + VALUE_PITCH);
 constexpr int STAGE_BYTES = SCALE_OFFSET + KEYS * 8;
 
@@ -40,4 +47,4 @@ constexpr float MAX_EXPONENT = 15.0f, USUAL_EXPONENT = 7.0f;
 // Bound of probabilities times scales of values.
 constexpr float MAX_WEIGHT = 32768.0f;
 
-} // namespace codes
+} // namespace decode_wgmma

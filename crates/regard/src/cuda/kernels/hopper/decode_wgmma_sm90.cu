@@ -1,8 +1,8 @@
-// Decode attention on Hopper over 8-bit codes, or blocks of q8_0 or q4_0: as decode/decode.cu, but codes are converted
-// once for all rows of a tile.
+// Decode attention of many rows on Hopper, over 8-bit codes, blocks of q8_0 or q4_0, or 16-bit elements: as
+// decode/decode.cu, but keys and values are read, and codes converted, once for all rows of a tile.
 //
 // The rows of a tile are the N of wgmma: S^T = K Q^T and O^T = V^T P^T take keys and values as their first operand from
-// registers, where a warp has converted the codes of its 16 keys, then of its value dims. A group is a warpgroup. It
+// registers, where a warp has its 16 keys, then its value dims, converted if they are codes. A group is a warpgroup. It
 // walks its own K tiles of 64 keys through its own cp.async pipeline; conversion of values runs beside Q K^T, that of
 // the next keys beside P V. Probabilities go through shared memory.
 //
@@ -16,10 +16,32 @@
 #include "decode/decode_combine_entry.cuh"
 #include "decode/decode_groups.cuh"
 #include "decode/decode_schedule.cuh"
-#include "hopper/codes_blocks.cuh"
-#include "hopper/codes_softmax.cuh"
+#include "hopper/decode_wgmma_operands.cuh"
+#include "hopper/decode_wgmma_softmax.cuh"
+#if READS_CODES
+#include "hopper/decode_wgmma_blocks.cuh"
+#endif
 
-namespace codes {
+namespace decode_wgmma {
+
+static_assert(::MAX_GROUPS >= MAX_GROUPS, "the states of all groups are combined");
+
+#if READS_CODES
+template <bool BLOCKS> struct ProductsOf {
+    typedef ByteKeys Keys;
+    typedef ByteValues Values;
+};
+template <> struct ProductsOf<true> {
+    typedef BlockKeys Keys;
+    typedef BlockValues Values;
+};
+typedef ProductsOf<KeySide::HAS_BLOCKS> Products;
+#else
+struct Products {
+    typedef ElementKeys Keys;
+    typedef ElementValues Values;
+};
+#endif
 
 // A thread's part of one tile over a range of keys.
 struct Worker {
@@ -56,8 +78,12 @@ struct Worker {
         tile.value_base = params.values.pointer + value_at * ValueSide::BYTES;
         tile.table = page_table(params, tile.sequence);
         if (threadIdx.x == 0) this->tile = tile;
+#if READS_CODES
         softmax.keys_scaled = KeySide::IS_BYTES && varies(params, cache.key_scale_strides);
         softmax.values_scaled = ValueSide::IS_BYTES && varies(params, cache.value_scale_strides);
+#else
+        softmax.keys_scaled = softmax.values_scaled = false;
+#endif
     }
 
     // Finds the keys of a piece: the units of the tile from `unit` to before `last_unit`.
@@ -92,20 +118,25 @@ struct Worker {
             value_at = first * params.values.strides.token;
         }
         unsigned to = ring + stage * STAGE_BYTES;
-        load_rows<KeySide>(to, tile.key_base + key_at * KeySide::BYTES, params.keys.strides.token, first);
+        load_rows<KeySide>(to, tile.key_base + key_at * KeySide::BYTES, params.keys.strides.token * KeySide::BYTES,
+                           first);
         load_rows<ValueSide>(to + KEYS * KEY_PITCH, tile.value_base + value_at * ValueSide::BYTES,
-                             params.values.strides.token, first);
+                             params.values.strides.token * ValueSide::BYTES, first);
+#if READS_CODES
         if (softmax.keys_scaled || softmax.values_scaled) load_scales(to + SCALE_OFFSET, first, entry);
+#endif
     }
 
-    // Rows of 16 keys from `first` on. Several lanes copy a row, the others the next rows.
+    // Rows of 16 keys from `first` on. Several lanes copy a row, the others the next rows. The stride is in bytes.
     template <class Side>
     __device__ __forceinline__ void load_rows(unsigned to, unsigned long long from, long long stride, int first) const {
-        constexpr int DIM = Side::DIMS, PITCH = Side::PITCH;
+        constexpr int PITCH = Side::PITCH;
+#if READS_CODES
         if constexpr (Side::HAS_BLOCKS)
-            return copy_block_rows<Side>(to + WARP_KEYS * warp * PITCH, from, stride * Side::BYTES, first - key_start,
+            return copy_block_rows<Side>(to + WARP_KEYS * warp * PITCH, from, stride, first - key_start,
                                          key_end - key_start, lane);
-        constexpr int CHUNKS = DIM / 16, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
+#endif
+        constexpr int CHUNKS = Side::CHUNKS, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
         int row = lane / LANES, column = lane % LANES * 16;
         unsigned keys = key_end - key_start, key = first + row - key_start;
         const unsigned char *source = (const unsigned char *)from + row * stride + column;
@@ -116,7 +147,7 @@ struct Worker {
             for (int j = 0; j < CHUNKS / LANES; j++) {
                 unsigned place = swizzle(to + WARP_KEYS * warp * PITCH, i + row, PITCH, column + j * LANES * 16 % 128) +
                                  j * LANES * 16 / 128 * 128;
-                if (DIM % 128)
+                if (Side::ROW_BYTES % 128)
                     cp_async_alone(place, source + j * LANES * 16, bytes);
                 else
                     cp_async(place, source + j * LANES * 16, bytes);
@@ -125,6 +156,7 @@ struct Worker {
         }
     }
 
+#if READS_CODES
     // Scales of keys by the first lanes, those of values by the others. Keys outside of the piece get zeros.
     __device__ __forceinline__ void load_scales(unsigned to, int first, int entry) const {
         bool of_keys = lane < WARP_KEYS;
@@ -174,6 +206,40 @@ struct Worker {
             }
         }
     }
+#else
+    // Queries as they are, 16 bytes by a lane.
+    __device__ __forceinline__ void load_queries() const {
+        constexpr int CHUNKS = HEAD_DIM / 8;
+        SharedTile<ROWS> to = {base + QUERY_OFFSET};
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
+            int row = i / CHUNKS, chunk = i % CHUNKS, head, token;
+            bool present = row < tile.rows;
+            tile.find_row(params, present ? row : 0, head, token);
+            const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
+                               (long long)(tile.seq.q_start + token) * params.query.strides.token +
+                               head * params.query.strides.head + chunk * 8;
+            st_shared_v4(to.chunk(row, chunk), present ? *(const uint4 *)from : make_uint4(0, 0, 0, 0));
+        }
+    }
+#endif
+
+    // Dot products become scores, in units of log2.
+    __device__ __forceinline__ void scale_scores(float (&scores)[SUMS], const float (&key_scales)[2]) const {
+#if READS_CODES
+        softmax.scale(scores, key_scales, shared.query_scale, lane);
+#else
+        softmax.scale(scores, params.scale * LOG2_E);
+#endif
+    }
+
+    // What multiplies the output.
+    __device__ __forceinline__ float scale_of_values() const {
+#if READS_CODES
+        if (ValueSide::IS_BYTES && !softmax.values_scaled)
+            return *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
+#endif
+        return 1.0f;
+    }
 
     __device__ __forceinline__ void load_row_facts() const {
         for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
@@ -204,10 +270,8 @@ struct Worker {
         int entry = first + RING_STAGES * step < end ? look_up(first + RING_STAGES * step) : 0;
         load_queries();
         load_row_facts();
-        value_scale = 1.0f;
-        if (ValueSide::IS_BYTES && !softmax.values_scaled)
-            value_scale = *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
-        int every_start = tile.every_start, every_end = tile.every_end;
+        value_scale = scale_of_values();
+        int every_start = tile.every_start, every_end = tile.every_end; // at head dim 256, read again per K tile
         // wgmma reads the queries.
         hopper::fence_proxy_async();
         cp_async_wait<RING_STAGES - 1>();
@@ -221,7 +285,7 @@ struct Worker {
 
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
         int stage = 0, turn = 0;
-        unsigned value_codes[VALUE_BLOCKS][VALUE_STEPS][4];
+        unsigned value_fragments[VALUE_BLOCKS][VALUE_STEPS][4];
         Products::Keys key_products;
         Products::Values value_products;
         key_products.set(tile.key_base, params.keys.strides.token * KeySide::BYTES, warp, lane);
@@ -229,6 +293,11 @@ struct Worker {
 #pragma unroll 1
         for (int key_tile = first; key_tile < end; key_tile += step) {
             unsigned keys = ring + stage * STAGE_BYTES, values = keys + KEYS * KEY_PITCH;
+            if (HAS_LARGE_HEADS) {
+                hopper::wgmma_wait<0>();
+#pragma unroll
+                for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
+            }
             key_products.load(cache.key_format, keys, warp, lane);
             hopper::wgmma_wait<0>();
 #pragma unroll
@@ -236,14 +305,16 @@ struct Worker {
             key_products.multiply(queries);
             float scores[SUMS], scales[2][2]; // scales: of this thread's keys, and of their values
             key_products.begin_scores(scores);
-            bool any_scales = !value_products.load(cache.value_format, value_codes, values, warp, lane);
+            bool any_scales = !value_products.load(cache.value_format, value_fragments, values, warp, lane);
             softmax.load_scales(scales, values + KEYS * VALUE_PITCH, warp, lane);
             key_products.finish_scores(scores);
+            value_products.load_rest(cache.value_format, value_fragments, values, warp, lane);
 #pragma unroll
             for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
 
             int first_key = key_tile * KEYS + WARP_KEYS * warp;
-            softmax.scale(scores, scales[0], shared.query_scale, lane);
+            scale_scores(scores, scales[0]);
+            if (HAS_LARGE_HEADS) every_start = tile.every_start, every_end = tile.every_end;
             if (first_key < every_start || first_key + WARP_KEYS > every_end)
                 hide_invisible(scores, shared.rows, first_key, lane);
             unsigned probabilities = ring - 2 * PROBABILITY_BYTES + turn * PROBABILITY_BYTES;
@@ -264,7 +335,7 @@ struct Worker {
 #pragma unroll
                         for (int i = 0; i < VALUE_STEPS; i++)
 #pragma unroll
-                            for (int word = 0; word < 4; word++) value_codes[block][i][word] = 0;
+                            for (int word = 0; word < 4; word++) value_fragments[block][i][word] = 0;
                 }
                 softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane);
                 hopper::fence_proxy_async();
@@ -284,7 +355,7 @@ struct Worker {
             for (int block = 0; block < VALUE_BLOCKS; block++)
 #pragma unroll
                 for (int i = 0; i < VALUE_STEPS; i++)
-                    CodeWgmma<ROWS>::mma_f16(out[block], value_codes[block][i], weights.k_major(i), 1);
+                    multiply_operands(out[block], value_fragments[block][i], weights.k_major(i), 1);
             hopper::wgmma_commit();
             stage = stage == RING_STAGES - 1 ? 0 : stage + 1;
             turn ^= 1;
@@ -403,11 +474,16 @@ static __device__ __forceinline__ void store_rows(const Worker &w, const float *
     }
 }
 
-} // namespace codes
+} // namespace decode_wgmma
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if READS_CODES
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ CacheParameters cache) {
-    using namespace codes;
+#else
+    decode(const __grid_constant__ AttentionParameters params) {
+    const CacheParameters cache = {};
+#endif
+    using namespace decode_wgmma;
     Shared &shared = *(Shared *)dynamic_shared;
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     unsigned base = shared_address(dynamic_shared);

@@ -1,7 +1,7 @@
-//! Decode over codes on Hopper with WGMMA: which problems have it, and how it is launched.
+//! Decode of many rows on Hopper with WGMMA: which problems have it, and how it is launched.
 
 use super::decode::cache_of;
-use super::registry::{self, DecodeConfig, Element, Module};
+use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{
     PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16, start_units,
     tiles,
@@ -10,29 +10,32 @@ use super::{COUNTER_BYTES, Decode, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
 
-/// Rows per key/value head that `mma.sync` reads codes for as fast as memory brings them.
+/// Rows per key/value head that `mma.sync` reads keys for as fast as memory brings them.
 const FEW_ROWS: usize = 8;
 
-/// A decode launch over codes.
-pub(super) struct CodesDecode {
+/// A decode launch with WGMMA.
+pub(super) struct WgmmaDecode {
     pub decode: Decode,
     /// Bytes of its workspace, the counters included.
     pub workspace_bytes: usize,
 }
 
-/// The decode launch for a problem over codes; `None` if no such module takes it on this GPU.
+/// The decode launch for a problem; `None` if no such module takes it on this GPU.
 /// Operands whose rows do not start where its copies assume run without it.
-pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode> {
+pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<WgmmaDecode> {
     if !is_suitable(problem) {
         return None;
     }
     let (module, config) = find_module(problem, facts)?;
     let tiles = tiles(problem, config.tile_rows);
-    let (ctas_per_multiprocessor, key_groups) = occupancy(tiles, facts);
-    let (key_bytes, value_bytes) = config.codes_row_bytes();
-    let unit_bytes = DecodeConfig::CODES_TILE_KEYS * (key_bytes + value_bytes);
+    let (ctas_per_multiprocessor, key_groups) = occupancy(config, tiles, facts);
+    let (key_bytes, value_bytes) = config.wgmma_row_bytes();
+    let unit_bytes = DecodeConfig::WGMMA_TILE_KEYS * (key_bytes + value_bytes);
     let start_units = start_units(unit_bytes);
-    let units = problem.kv_len.div_ceil(DecodeConfig::CODES_TILE_KEYS);
+    let units = problem.kv_len.div_ceil(DecodeConfig::WGMMA_TILE_KEYS);
+    if tiles.saturating_mul(units) < min_units(config) * facts.multiprocessors {
+        return None;
+    }
     let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
         .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
     let ctas = tiles.saturating_mul(units + start_units).clamp(1, max_ctas);
@@ -46,7 +49,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
             entry: "decode",
             grid: [ctas as u32, 1, 1],
             threads: (128 * key_groups) as u32,
-            shared_bytes: config.codes_shared_bytes(key_groups) as u32,
+            shared_bytes: config.wgmma_shared_bytes(key_groups) as u32,
             ..Launch::default()
         },
         fallback: module.name(),
@@ -56,7 +59,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
         tile_rows: config.tile_rows as i32,
         tile_heads: 1,
         ctas_per_tile: 1,
-        unit_keys: DecodeConfig::CODES_TILE_KEYS as i32,
+        unit_keys: DecodeConfig::WGMMA_TILE_KEYS as i32,
         start_units: start_units as i32,
         exact_dims: true,
         cache: config.cache,
@@ -64,21 +67,30 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<CodesDecode
         schedule: None,
     };
     let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
-    Some(CodesDecode { decode, workspace_bytes: partials_end + ranges })
+    Some(WgmmaDecode { decode, workspace_bytes: partials_end + ranges })
+}
+
+/// K tiles per multiprocessor from which on these modules are faster than `mma.sync`. At head dim
+/// 256 they take long to start.
+fn min_units(config: &DecodeConfig) -> usize {
+    match (config.operands.head_dim > 128, config.cache) {
+        (false, _) => 0,
+        (true, Cache::Elements) => 4,
+        (true, _) => 2,
+    }
 }
 
 /// CTAs per multiprocessor, and groups of a CTA: one large CTA where there are few tiles, else
 /// small ones, of which one starts or ends a tile while the other reads.
-fn occupancy(tiles: usize, facts: &CudaFacts) -> (usize, usize) {
+fn occupancy(config: &DecodeConfig, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     match tiles / facts.multiprocessors.max(1) {
-        0 | 1 => (1, DecodeConfig::CODES_GROUPS),
-        _ => (DecodeConfig::CODES_GROUPS, 1),
+        0 | 1 => (1, config.wgmma_groups()),
+        _ => (config.wgmma_groups(), 1),
     }
 }
 
-/// Whether a problem, over a cache that these modules read, has what they are for: plain scores,
-/// runs of 16 keys that are neighbours in memory, and more rows than convert codes as they are
-/// multiplied.
+/// Whether a problem has what these modules are for: plain scores, runs of 16 keys that are
+/// neighbours in memory, and many rows.
 fn is_suitable(problem: &Problem) -> bool {
     packed_rows(problem) > FEW_ROWS
         && has_plain_scores(problem)
@@ -101,7 +113,7 @@ fn find_module(
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
-            && config.codes_shared_bytes(DecodeConfig::CODES_GROUPS) <= facts.shared_bytes
+            && config.wgmma_shared_bytes(config.wgmma_groups()) <= facts.shared_bytes
     })
 }
 
@@ -141,8 +153,9 @@ mod tests {
     #[test]
     fn both_occupancies_fit_into_a_multiprocessor() {
         for (_, config) in registry::decode_modules().filter(|(_, config)| config.wgmma) {
-            let (large, small) = (config.codes_shared_bytes(2), config.codes_shared_bytes(1));
-            assert!(large <= 227 << 10 && 2 * (small + 1024) <= 228 << 10, "{large} {small}");
+            let groups = config.wgmma_groups();
+            let (large, small) = (config.wgmma_shared_bytes(groups), config.wgmma_shared_bytes(1));
+            assert!(large <= 227 << 10 && groups * (small + 1024) <= 228 << 10, "{large} {small}");
         }
     }
 
@@ -154,6 +167,25 @@ mod tests {
         };
         assert_eq!(combine(1), Some([8, 4, 1]));
         assert_eq!(combine(64), None);
+    }
+
+    #[test]
+    fn large_heads_have_it_from_some_keys_on() {
+        let module = |dtype, kv_len| {
+            let problem = Problem {
+                kv_len,
+                key_dtype: dtype,
+                value_dtype: dtype,
+                head_dim: 256,
+                value_dim: 256,
+                ..problem(1)
+            };
+            select(&problem, &facts("h200")).map(|found| found.decode.launch.module)
+        };
+        assert_eq!(module(DType::BF16, 4096), None);
+        assert_eq!(module(DType::BF16, 8192), Some("decode_bf16_256_256_r32_plain_sm90a"));
+        assert_eq!(module(DType::E4M3, 2048), None);
+        assert_eq!(module(DType::E4M3, 4096), Some("decode_bf16_256_256_bytes_r32_plain_sm90a"));
     }
 
     #[test]

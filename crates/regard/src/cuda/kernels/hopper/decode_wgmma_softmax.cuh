@@ -1,12 +1,12 @@
-// The online softmax of decode over codes on Hopper. A thread has the scores of two keys and ROWS / 4 rows: element
+// The online softmax of decode of many rows on Hopper. A thread has the scores of two keys and ROWS / 4 rows: element
 // [4 j + e] is key lane / 4 + 8 (e / 2) of the warp, row 8 j + 2 (lane % 4) + e % 2.
 //
 // Probabilities are relative to a reference per row, which all warps of a group know. It moves only where f16 could not
 // hold a probability: a row's largest one is between 2^0 and 2^MAX_EXPONENT then.
 #pragma once
-#include "hopper/codes_operands.cuh"
+#include "hopper/decode_wgmma_shape.cuh"
 
-namespace codes {
+namespace decode_wgmma {
 
 // Calls `change(element, j, half, r)` for the elements of a thread: row block, half of its keys, row of its pair.
 template <class Change> static __device__ __forceinline__ void for_each_element(Change change) {
@@ -111,8 +111,13 @@ struct Softmax {
         for_each_element([&](int i, int j, int, int r) { scores[i] = __fmul_rn(scores[i], row_scale[j][r]); });
     }
 
-    // Stores the K tile's probabilities, or weights, in f16: [row][key]. `sums`: of probabilities. Returns whether one
-    // of this thread's is too large for f16; all of them are meaningless then.
+    // The same with one scale.
+    static __device__ __forceinline__ void scale(float (&scores)[SUMS], float scale) {
+        for_each_element([&](int i, int, int, int) { scores[i] = __fmul_rn(scores[i], scale); });
+    }
+
+    // Stores the K tile's probabilities, or weights, as operands: [row][key]. `sums`: of probabilities. Returns whether
+    // one of this thread's is too large for f16; all of them are meaningless then.
     __device__ __forceinline__ bool exponentiate(const float (&scores)[SUMS], const float (&value_scales)[2],
                                                  unsigned to, float (&sums)[ROW_BLOCKS][2], int warp, int lane) const {
         float most = -INF, heaviest = 0.0f, probs[SUMS];
@@ -138,12 +143,13 @@ struct Softmax {
     }
 
     static __device__ __forceinline__ void store(const float (&probs)[SUMS], unsigned to, int warp, int lane) {
+        if (HAS_LARGE_HEADS) lane = opaque(lane);
         unsigned pairs[ROW_BLOCKS][2];
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                pairs[j][half] = Element<ElementType::F16>::pack(probs[4 * j + 2 * half], probs[4 * j + 2 * half + 1]);
+                pairs[j][half] = Element<OPERAND>::pack(probs[4 * j + 2 * half], probs[4 * j + 2 * half + 1]);
         SharedTile<ROWS> tile = {to};
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j += 2)
@@ -235,4 +241,4 @@ struct Softmax {
     }
 };
 
-} // namespace codes
+} // namespace decode_wgmma

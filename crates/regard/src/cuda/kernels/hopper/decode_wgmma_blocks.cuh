@@ -5,9 +5,10 @@
 // f16; where they are not moderate, probabilities, in f32, by the slow path `add_any_scales`.
 #pragma once
 #include "decode/decode_codes.cuh"
-#include "hopper/codes_softmax.cuh"
+#include "hopper/decode_wgmma_operands.cuh"
+#include "hopper/decode_wgmma_softmax.cuh"
 
-namespace codes {
+namespace decode_wgmma {
 
 static_assert(!KeySide::HAS_BLOCKS || (KEY_CLASS == VALUE_CLASS && HEAD_DIM == VALUE_DIM && HEAD_DIM <= 128),
               "a warp has the value dims of one block, or half of them");
@@ -171,6 +172,9 @@ struct BlockValues {
         return has_moderate_scales(values, lane);
     }
 
+    __device__ __forceinline__ void load_rest(CacheFormat, unsigned (&)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned, int,
+                                              int) const {}
+
     // The same, times their scales if SCALED.
     template <bool SCALED> __device__ __forceinline__ void load_codes(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
                                                                       unsigned values, int warp, int lane) const {
@@ -292,14 +296,4 @@ struct BlockValues {
     }
 };
 
-template <bool BLOCKS> struct ProductsOf {
-    typedef ByteKeys Keys;
-    typedef ByteValues Values;
-};
-template <> struct ProductsOf<true> {
-    typedef BlockKeys Keys;
-    typedef BlockValues Values;
-};
-typedef ProductsOf<KeySide::HAS_BLOCKS> Products;
-
-} // namespace codes
+} // namespace decode_wgmma
