@@ -139,8 +139,10 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         true => print_json(&report)?,
         false => print(&report.end())?,
     }
-    let unreached = report.kernels.iter().any(Row::is_unreached);
-    let clean = report.failed == 0 && report.empty == 0 && report.passed > 0 && !unreached;
+    let clean = report.failed == 0
+        && report.empty == 0
+        && report.passed > 0
+        && report.unreached().next().is_none();
     Ok(if clean { 0 } else { FAILED })
 }
 
@@ -320,11 +322,17 @@ impl Report {
             text += &format!("-    {kernel}  no attention kernel: {by} runs it\n");
         }
         text + &format!(
-            "{} kernels: {} cases passed, {} failed, {} cells empty\n",
+            "{} kernels: {} cases passed, {} failed, {} cells empty, {} kernels not selected\n",
             self.kernels.len(),
             self.passed,
             self.failed,
-            self.empty
+            self.empty,
+            self.unreached().count()
         )
+    }
+
+    /// The kernels that no problem selects.
+    fn unreached(&self) -> impl Iterator<Item = &Row> {
+        self.kernels.iter().filter(|row| row.is_unreached())
     }
 }

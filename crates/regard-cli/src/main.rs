@@ -168,7 +168,7 @@ struct RandomArguments {
     )]
     first: u64,
     /// The kind of problems: all, small (for emulators), prefill (small ones that CUDA's prefill
-    /// kernels take)
+    /// kernels take), batches (many short sequences over blocks of several heads)
     #[arg(
         long,
         value_name = "NAME",

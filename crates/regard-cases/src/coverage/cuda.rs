@@ -199,10 +199,16 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
         _ => false,
     };
-    // Tiles of several heads are for much to read per multiprocessor.
-    let has_heads = matches!(module.config, Config::Decode(config) if config.tile_heads > 1);
-    let suited =
-        |machine: Machine| if has_heads { with_multiprocessors(machine, 1) } else { machine };
+    // Tiles of several heads, and WGMMA at head dim 256, are for much to read per multiprocessor.
+    let multiprocessors = match module.config {
+        Config::Decode(config) if config.tile_heads > 1 => Some(1),
+        Config::Decode(config) if config.wgmma && head_dim > 128 => Some(2),
+        _ => None,
+    };
+    let suited = |machine: Machine| match multiprocessors {
+        Some(count) => with_multiprocessors(machine, count),
+        None => machine,
+    };
     Some(Subject {
         name: module.name().into(),
         types: types(module, operands.element),

@@ -204,9 +204,9 @@ fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &D
     }
 }
 
-/// The decode launch of a plan: a kernel with WGMMA or for blocks on Hopper, or that for latent caches,
-/// with the tensor maps of the keys unless it copies or converts them one by one, if it can read
-/// and write the operands; else the fallback one.
+/// The decode launch of a plan: a kernel with WGMMA or for blocks on Hopper, or that for latent
+/// caches, with the tensor maps of the keys unless it copies or converts them one by one, if it can
+/// read and write the operands; else the fallback one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
