@@ -13,6 +13,9 @@ use crate::problem::{Problem, QueryStorage};
 /// Rows per key/value head that `mma.sync` reads keys for as fast as memory brings them.
 const FEW_ROWS: usize = 8;
 
+/// The rows of the largest tiles.
+const MAX_TILE_ROWS: usize = 32;
+
 /// A decode launch with WGMMA.
 pub(super) struct WgmmaDecode {
     pub decode: Decode,
@@ -106,15 +109,17 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
-    let cache = cache_of(problem);
-    registry::decode_modules().find(|(module, config)| {
+    let (cache, rows) = (cache_of(problem), packed_rows(problem));
+    let suits = |(module, config): &(&Module, &DecodeConfig)| {
         config.wgmma
+            && (rows <= config.tile_rows || config.tile_rows == MAX_TILE_ROWS)
             && config.cache == cache
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
             && config.wgmma_shared_bytes(config.wgmma_groups()) <= facts.shared_bytes
-    })
+    };
+    registry::decode_modules().filter(suits).min_by_key(|(_, config)| config.tile_rows)
 }
 
 #[cfg(test)]
@@ -167,6 +172,26 @@ mod tests {
         };
         assert_eq!(combine(1), Some([8, 4, 1]));
         assert_eq!(combine(64), None);
+    }
+
+    #[test]
+    fn few_rows_have_small_tiles() {
+        let module = |dtype, query_len| {
+            let problem = Problem {
+                query_len,
+                key_dtype: dtype,
+                value_dtype: dtype,
+                head_dim: 64,
+                value_dim: 64,
+                ..problem(64)
+            };
+            select(&problem, &facts("h200")).map(|found| found.decode.launch.module)
+        };
+        assert_eq!(module(DType::E4M3, 2), None);
+        assert_eq!(module(DType::E4M3, 4), Some("decode_bf16_64_64_bytes_r16_plain_sm90a"));
+        assert_eq!(module(DType::E4M3, 5), Some("decode_bf16_64_64_bytes_r32_plain_sm90a"));
+        assert_eq!(module(DType::E4M3, 9), Some("decode_bf16_64_64_bytes_r32_plain_sm90a"));
+        assert_eq!(module(DType::Q4_0, 4), Some("decode_bf16_64_64_q4_0_r32_plain_sm90a"));
     }
 
     #[test]
