@@ -19,6 +19,9 @@ pub enum Numbers {
     Scaled(f32),
     /// Normal numbers, but one row in 20 is 30 times as large: one key dominates the softmax.
     Peaked,
+    /// Normal numbers, but one dim in 32, the same in all rows, is 30 times as large, as channels
+    /// of models are.
+    Outliers,
 }
 
 /// The numbers of queries, keys and values.
@@ -85,7 +88,7 @@ impl Numbers {
             Numbers::Normal | Numbers::Constant(_) | Numbers::Positive => 1.0,
             Numbers::Scaled(factor) => factor,
             Numbers::Peaked if noise.one_in(20) => 30.0,
-            Numbers::Peaked => 1.0,
+            Numbers::Peaked | Numbers::Outliers => 1.0,
         };
         row.fill_with(|| match self {
             Numbers::Constant(number) => number.clamp(-max, max),
@@ -93,6 +96,9 @@ impl Numbers {
             Numbers::Normal => noise.normal() * deviation,
             _ => (noise.normal() * deviation * factor).clamp(-max, max),
         });
+        if self == Numbers::Outliers {
+            row.iter_mut().skip(5).step_by(32).for_each(|x| *x = (*x * 30.0).clamp(-max, max));
+        }
     }
 }
 

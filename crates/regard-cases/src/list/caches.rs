@@ -311,6 +311,7 @@ fn numbers() -> Vec<Spec> {
         |q, k, v| Contents { q: Numbers::Scaled(q), k: Numbers::Scaled(k), v: Numbers::Scaled(v) };
     let kinds = [
         ("peaked", Contents::from_numbers(Numbers::Peaked)),
+        ("outliers", Contents { k: Numbers::Outliers, ..Contents::default() }),
         ("positive", Contents::from_numbers(Numbers::Positive)),
         ("constant", Contents::from_numbers(Numbers::Constant(0.3))),
         ("zero", Contents { q: Numbers::Normal, ..Contents::from_numbers(Numbers::Constant(0.0)) }),

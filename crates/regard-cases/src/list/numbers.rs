@@ -33,6 +33,7 @@ fn contents() -> Vec<Spec> {
         ("positive", Contents::from_numbers(Numbers::Positive)),
         ("positive-constant-values", mixed),
         ("peaked", Contents::from_numbers(Numbers::Peaked)),
+        ("outliers", Contents::from_numbers(Numbers::Outliers)),
         // Scores of every size up to one key that takes all, values near the largest that f32 and
         // f16 can add up.
         ("huge", scaled(1e3, 1e3, 1e30)),

@@ -323,5 +323,6 @@ fn numbers(numbers: Numbers) -> &'static str {
         Numbers::Scaled(factor) if factor > 1.0 => "huge",
         Numbers::Scaled(_) => "tiny",
         Numbers::Peaked => "peaked",
+        Numbers::Outliers => "outliers",
     }
 }

@@ -451,7 +451,7 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
     };
     let memory =
         OperandMemory { q: memory(), k: memory(), v: memory(), out: memory(), mask: memory() };
-    let numbers = |noise: &mut Noise, value: bool| match noise.below(8) {
+    let numbers = |noise: &mut Noise, value: bool| match noise.below(9) {
         0 => Numbers::Constant(noise.pick(&[0.0, 0.25, 0.5, -1.0, 3.0])),
         1 | 2 => Numbers::Positive,
         // Sums of values over keys stay below f32's largest number.
@@ -459,6 +459,7 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
         3 => Numbers::Scaled(noise.pick(&[30.0, 1e3])),
         4 => Numbers::Scaled(noise.pick(&[1e-4, 1e-20])),
         5 | 6 => Numbers::Peaked,
+        7 => Numbers::Outliers,
         _ => Numbers::Normal,
     };
     let special = noise.one_in(2);

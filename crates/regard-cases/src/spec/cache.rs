@@ -476,7 +476,7 @@ impl Numbers {
             Numbers::Normal | Numbers::Positive => 4.0,
             Numbers::Constant(number) => number.abs(),
             Numbers::Scaled(factor) => 4.0 * factor.abs(),
-            Numbers::Peaked => 60.0,
+            Numbers::Peaked | Numbers::Outliers => 60.0,
         }
     }
 }
