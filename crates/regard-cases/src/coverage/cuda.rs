@@ -202,7 +202,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     // Tiles of several heads, and WGMMA at head dim 256, are for much to read per multiprocessor.
     let multiprocessors = match module.config {
         Config::Decode(config) if config.tile_heads > 1 => Some(1),
-        Config::Decode(config) if config.wgmma && head_dim > 128 => Some(2),
+        Config::Decode(config) if config.wgmma && config.has_large_heads() => Some(2),
         _ => None,
     };
     let suited = |machine: Machine| match multiprocessors {

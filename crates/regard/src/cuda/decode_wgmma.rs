@@ -6,7 +6,7 @@ use super::work::{
     PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16, start_units,
     tiles,
 };
-use super::{COUNTER_BYTES, Decode, Launch, PREFILL_COUNTER_BYTES};
+use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
 
@@ -16,16 +16,9 @@ const FEW_ROWS: usize = 8;
 /// The rows of the largest tiles.
 const MAX_TILE_ROWS: usize = 32;
 
-/// A decode launch with WGMMA.
-pub(super) struct WgmmaDecode {
-    pub decode: Decode,
-    /// Bytes of its workspace, the counters included.
-    pub workspace_bytes: usize,
-}
-
 /// The decode launch for a problem; `None` if no such module takes it on this GPU.
 /// Operands whose rows do not start where its copies assume run without it.
-pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<WgmmaDecode> {
+pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecode> {
     if !is_suitable(problem) {
         return None;
     }
@@ -70,16 +63,16 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<WgmmaDecode
         schedule: None,
     };
     let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
-    Some(WgmmaDecode { decode, workspace_bytes: partials_end + ranges })
+    Some(HopperDecode { decode, workspace_bytes: partials_end + ranges })
 }
 
 /// K tiles per multiprocessor from which on these modules are faster than `mma.sync`. At head dim
 /// 256 they take long to start.
 fn min_units(config: &DecodeConfig) -> usize {
-    match (config.operands.head_dim > 128, config.cache) {
-        (false, _) => 0,
-        (true, Cache::Elements) => 4,
-        (true, _) => 2,
+    match config.cache {
+        _ if !config.has_large_heads() => 0,
+        Cache::Elements => 4,
+        _ => 2,
     }
 }
 
@@ -174,19 +167,21 @@ mod tests {
         assert_eq!(combine(64), None);
     }
 
+    /// The module for a problem with caches of a type and heads of some dims.
+    fn module(dtype: DType, head_dim: usize, problem: Problem) -> Option<&'static str> {
+        let problem = Problem {
+            key_dtype: dtype,
+            value_dtype: dtype,
+            head_dim,
+            value_dim: head_dim,
+            ..problem
+        };
+        select(&problem, &facts("h200")).map(|found| found.decode.launch.module)
+    }
+
     #[test]
     fn few_rows_have_small_tiles() {
-        let module = |dtype, query_len| {
-            let problem = Problem {
-                query_len,
-                key_dtype: dtype,
-                value_dtype: dtype,
-                head_dim: 64,
-                value_dim: 64,
-                ..problem(64)
-            };
-            select(&problem, &facts("h200")).map(|found| found.decode.launch.module)
-        };
+        let module = |dtype, query_len| module(dtype, 64, Problem { query_len, ..problem(64) });
         assert_eq!(module(DType::E4M3, 2), None);
         assert_eq!(module(DType::E4M3, 4), Some("decode_bf16_64_64_bytes_r16_plain_sm90a"));
         assert_eq!(module(DType::E4M3, 5), Some("decode_bf16_64_64_bytes_r32_plain_sm90a"));
@@ -196,17 +191,7 @@ mod tests {
 
     #[test]
     fn large_heads_have_it_from_some_keys_on() {
-        let module = |dtype, kv_len| {
-            let problem = Problem {
-                kv_len,
-                key_dtype: dtype,
-                value_dtype: dtype,
-                head_dim: 256,
-                value_dim: 256,
-                ..problem(1)
-            };
-            select(&problem, &facts("h200")).map(|found| found.decode.launch.module)
-        };
+        let module = |dtype, kv_len| module(dtype, 256, Problem { kv_len, ..problem(1) });
         assert_eq!(module(DType::BF16, 4096), None);
         assert_eq!(module(DType::BF16, 8192), Some("decode_bf16_256_256_r32_plain_sm90a"));
         assert_eq!(module(DType::E4M3, 2048), None);

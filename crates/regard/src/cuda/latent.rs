@@ -2,7 +2,7 @@
 
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{PARTIAL_RANGE_BYTES, packed_rows, start_units, tiles};
-use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
+use super::{COUNTER_BYTES, Combine, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem, QueryStorage};
@@ -26,16 +26,9 @@ const COMBINE_SLICES: usize = 4;
 /// Keys per TMA box are a multiple of this: shared memory is swizzled in groups of 8 rows.
 const BOX_STEP: usize = 8;
 
-/// A decode launch over a latent cache.
-pub(super) struct LatentDecode {
-    pub decode: Decode,
-    /// Bytes of its workspace, the counters included.
-    pub workspace_bytes: usize,
-}
-
 /// The decode launch for a problem over a latent cache; `None` if no such module takes it on this
 /// GPU. Operands that TMA cannot read run without it.
-pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecode> {
+pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecode> {
     if !is_plain(problem) {
         return None;
     }
@@ -87,7 +80,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
         schedule: None,
     };
     let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
-    Some(LatentDecode { decode, workspace_bytes: partials_end + ranges })
+    Some(HopperDecode { decode, workspace_bytes: partials_end + ranges })
 }
 
 /// CTAs per tile that combine partial states: each has a slice of a row, a row, or several rows
@@ -182,7 +175,7 @@ mod tests {
     #[test]
     fn the_tile_is_the_smallest_that_the_rows_fit_into() {
         let rows = |heads| {
-            let LatentDecode { decode, .. } =
+            let HopperDecode { decode, .. } =
                 select(&problem(8, heads, 16384), &facts("h200")).unwrap();
             (decode.tile_rows, decode.ctas_per_tile, decode.launch.grid[0])
         };
@@ -218,7 +211,7 @@ mod tests {
     #[test]
     fn combine_kernel_is_used_for_few_tiles() {
         let combine = |batch, keys| {
-            let LatentDecode { decode, .. } =
+            let HopperDecode { decode, .. } =
                 select(&problem(batch, 16, keys), &facts("h200")).unwrap();
             decode.combine.map(|combine| combine.launch.grid)
         };

@@ -215,17 +215,12 @@ pub(super) fn choose_decode<'a>(
 ) -> Option<(&'a Decode, Option<LatentMaps>)> {
     let hopper = launches.hopper_decode.as_ref().filter(|_| writes_16_bytes(&outputs.out));
     let hopper = hopper.and_then(|hopper| {
-        let reads_rows: Option<fn(&Tensor<DeviceMemory>) -> bool> = match hopper.cache {
-            Cache::Elements | Cache::Bytes => Some(reads_16_bytes),
-            Cache::Q8_0 | Cache::Q4_0 if hopper.tile_heads > 1 => Some(reads_joined_rows),
-            Cache::Q8_0 | Cache::Q4_0 => Some(reads_block_rows),
-            _ => None,
-        };
-        if let Some(reads_rows) = reads_rows {
-            // Queries are copied as they are where keys are elements.
-            let reads_queries = hopper.cache != Cache::Elements || reads_16_bytes(&inputs.q);
-            let reads_rows = [&inputs.k, &inputs.v].into_iter().all(reads_rows);
-            return (reads_queries && reads_rows).then_some((hopper, None));
+        if !hopper.cache.is_latent() {
+            let reads_rows = match hopper.tile_heads {
+                1 => decode_load_kind(problem, inputs, hopper) == LoadKind::PageAligned16,
+                _ => [&inputs.k, &inputs.v].into_iter().all(reads_joined_rows),
+            };
+            return reads_rows.then_some((hopper, None));
         }
         if problem.key_lists.is_some() || hopper.cache == Cache::Mla656 {
             return copies_16_bytes(inputs).then_some((hopper, None));

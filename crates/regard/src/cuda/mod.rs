@@ -139,6 +139,13 @@ impl Launch {
     }
 }
 
+/// A decode launch of a kernel for Hopper, instead of the general one.
+struct HopperDecode {
+    decode: Decode,
+    /// Bytes of its workspace, the counters included.
+    workspace_bytes: usize,
+}
+
 /// The launch of a decode kernel.
 #[doc(hidden)]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -2,15 +2,15 @@
 //! GPU's facts.
 
 use super::decode::{DecodeGrid, DecodeKernel, cache_of, decode_launch};
-use super::decode_wgmma::{self, WgmmaDecode};
-use super::latent::{self, LatentDecode};
+use super::decode_wgmma;
+use super::latent;
 use super::prefill::{self, Division};
 use super::prefix;
 use super::registry::Cache;
 use super::widen;
 use super::work::{joined_heads, packed_rows, tiles};
 use super::{
-    COUNTER_BYTES, Decode, Launch, Launches, Prefill, SCHEDULED_BYTES, StepSchedule,
+    COUNTER_BYTES, Decode, HopperDecode, Launch, Launches, Prefill, SCHEDULED_BYTES, StepSchedule,
     WORKSPACE_ALIGNMENT, Widened,
 };
 use crate::error::Refusal;
@@ -122,7 +122,7 @@ fn select_decode_only(
 fn with_wgmma(
     problem: &Problem,
     general: Selection<Launches>,
-    WgmmaDecode { decode: wgmma, workspace_bytes }: WgmmaDecode,
+    HopperDecode { decode: wgmma, workspace_bytes }: HopperDecode,
 ) -> Selection<Launches> {
     let Selection { choice, backend: launches, .. } = general;
     let (keys, rows) = (wgmma.unit_keys as usize, wgmma.tile_rows as usize);
@@ -202,7 +202,7 @@ fn instead_of_decode(
 fn with_latent(
     problem: &Problem,
     general: Selection<Launches>,
-    LatentDecode { decode: latent, workspace_bytes }: LatentDecode,
+    HopperDecode { decode: latent, workspace_bytes }: HopperDecode,
 ) -> Selection<Launches> {
     let Selection { choice, backend: launches, .. } = general;
     let choice = Choice {

@@ -6,6 +6,12 @@ impl DecodeConfig {
     /// Keys per K tile of a group, which is a warpgroup, with WGMMA.
     pub const WGMMA_TILE_KEYS: usize = 64;
 
+    /// Whether operands of keys and of values do not fit into registers together with WGMMA:
+    /// `HAS_LARGE_HEADS` of `decode_wgmma_shape.cuh`.
+    pub const fn has_large_heads(&self) -> bool {
+        self.operands.head_dim > 128
+    }
+
     /// Maximum groups of a CTA with WGMMA: a thread takes up to 255 registers. 16-bit elements
     /// fill shared memory with one.
     pub const fn wgmma_groups(&self) -> usize {
@@ -16,7 +22,7 @@ impl DecodeConfig {
     pub const fn wgmma_stages(&self) -> usize {
         match self.cache {
             Cache::Elements => 3,
-            _ if self.operands.head_dim > 128 => 2,
+            _ if self.has_large_heads() => 2,
             _ => 4,
         }
     }

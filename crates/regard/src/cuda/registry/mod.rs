@@ -616,7 +616,7 @@ impl DecodeConfig {
             cache if self.wgmma => {
                 defines.extend([
                     // The groups of `decode_groups.cuh`, at least those of a CTA.
-                    ("MAX_THREADS", if self.operands.head_dim > 128 { 256 } else { 128 }),
+                    ("MAX_THREADS", if self.has_large_heads() { 256 } else { 128 }),
                     ("CACHE", cache.number()),
                     ("THREADS", 128 * self.wgmma_groups()),
                     ("RING_STAGES", self.wgmma_stages()),

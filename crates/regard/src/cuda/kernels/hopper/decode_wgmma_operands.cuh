@@ -111,11 +111,19 @@ struct ElementKeys : Keys {
     }
 };
 
-// The value dims of a warp: 16 for each 64 of the head dim.
-struct ByteValues {
+// The value dims of a warp, 16 for each 64 of the head dim, whose scales are no part of operands.
+struct Values {
     __device__ __forceinline__ void set(unsigned long long, long long, int, int) {}
 
-    // Returns true: scales are no part of operands.
+    template <class Softmax>
+    __device__ __forceinline__ void add_any_scales(float (&)[VALUE_BLOCKS][SUMS], const float (&)[SUMS],
+                                                   const Softmax &, unsigned, unsigned, unsigned, int, int, int) const {
+    }
+};
+
+// Values in codes.
+struct ByteValues : Values {
+    // Returns true: no scale is too far from 1 for operands.
     __device__ __forceinline__ bool load(CacheFormat format, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
                                          unsigned values, int warp, int lane) const {
         load_blocks<0, EARLY_BLOCKS>(format, a, values, warp, lane);
@@ -140,21 +148,14 @@ struct ByteValues {
             value_operands<CacheFormat::E5M2, FIRST, BLOCKS>(a, values, warp, lane);
     }
 
-    template <class Softmax>
-    __device__ __forceinline__ void add_any_scales(float (&)[VALUE_BLOCKS][SUMS], const float (&)[SUMS],
-                                                   const Softmax &, unsigned, unsigned, unsigned, int, int, int) const {
-    }
-
     // The value dim of element [block][4 j + e] of a thread's output.
     static __device__ __forceinline__ int dim_of(int block, int element, int warp, int lane) {
         return 16 * (VALUE_BLOCKS * warp + block) + 2 * (lane >> 2) + (element >> 1);
     }
 };
 
-// 16-bit values; dims as above.
-struct ElementValues {
-    __device__ __forceinline__ void set(unsigned long long, long long, int, int) {}
-
+// 16-bit values.
+struct ElementValues : Values {
     __device__ __forceinline__ bool load(CacheFormat, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values,
                                          int warp, int lane) const {
         load_blocks<0, EARLY_BLOCKS>(a, values, warp, lane);
@@ -179,11 +180,6 @@ struct ElementValues {
                                        swizzle(values, 16 * step + key, VALUE_PITCH, at % 128 + 2 * (lane & 8)) +
                                            at / 128 * 128);
         }
-    }
-
-    template <class Softmax>
-    __device__ __forceinline__ void add_any_scales(float (&)[VALUE_BLOCKS][SUMS], const float (&)[SUMS],
-                                                   const Softmax &, unsigned, unsigned, unsigned, int, int, int) const {
     }
 
     // The value dim of element [block][4 j + e] of a thread's output.
