@@ -5,7 +5,7 @@ use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
 use super::shape::{Shape, max_key_groups};
 use super::work::{
-    COMBINE_ROWS, PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16,
+    COMBINE_ROWS, combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes,
     start_units, tiles,
 };
 use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
@@ -248,7 +248,7 @@ pub(super) fn decode_launch(
         starts_late: starts_late(facts, kernel, grid),
     };
     let combine = combine_tiles(problem, kernel, grid);
-    let combine_bytes = if combine.is_some() { grid.tiles * PARTIAL_RANGE_BYTES } else { 0 };
+    let combine_bytes = partial_range_bytes(combine.as_ref(), grid.tiles);
     let decode = Decode {
         launch,
         fallback: kernel.fallback.name(),

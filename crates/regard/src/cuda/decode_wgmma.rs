@@ -3,7 +3,7 @@
 use super::decode::cache_of;
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{
-    PARTIAL_RANGE_BYTES, combine, has_plain_scores, packed_rows, page_aligned_16, start_units,
+    combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes, start_units,
     tiles,
 };
 use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
@@ -62,7 +62,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         combine,
         schedule: None,
     };
-    let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
+    let ranges = partial_range_bytes(decode.combine.as_ref(), tiles);
     Some(HopperDecode { decode, workspace_bytes: partials_end + ranges })
 }
 

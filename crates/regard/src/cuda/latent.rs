@@ -1,7 +1,7 @@
 //! Decode over latent caches on Hopper: which problems have it, and how it is launched.
 
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
-use super::work::{PARTIAL_RANGE_BYTES, packed_rows, start_units, tiles};
+use super::work::{packed_rows, partial_range_bytes, start_units, tiles};
 use super::{COUNTER_BYTES, Combine, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
@@ -79,7 +79,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         combine,
         schedule: None,
     };
-    let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
+    let ranges = partial_range_bytes(decode.combine.as_ref(), tiles);
     Some(HopperDecode { decode, workspace_bytes: partials_end + ranges })
 }
 

@@ -8,9 +8,11 @@ use std::borrow::Cow;
 /// Rows per CTA of the kernel that combines partial states: one per warp.
 pub(super) const COMBINE_ROWS: usize = 8;
 
-/// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
-/// first and the last CTA.
-pub(super) const PARTIAL_RANGE_BYTES: usize = 8;
+/// Bytes that decode notes of `tiles` tiles for the kernel that combines their partial states: the
+/// first and the last CTA of each. None without such a kernel.
+pub(super) fn partial_range_bytes(combine: Option<&Combine>, tiles: usize) -> usize {
+    combine.map_or(0, |_| tiles * 8)
+}
 
 /// Bytes of keys and values that a CTA could have read while it starts on a tile and ends it: 4.5
 /// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.
