@@ -5,7 +5,7 @@ use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
 use super::shape::{Shape, max_key_groups};
 use super::work::{
-    COMBINE_ROWS, combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes,
+    COMBINE_WARPS, combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes,
     start_units, tiles,
 };
 use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
@@ -349,13 +349,14 @@ impl DecodeGrid {
 /// that CTA would work while the rest of the GPU is done. (In a ragged batch the tiles' numbers
 /// depend on lengths; batch-invariant partial states are combined in an order of their own.)
 fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Combine> {
-    let combines = kernel.tile_rows > COMBINE_ROWS
+    let combines = kernel.tile_rows > COMBINE_WARPS
         && kernel.cache != Cache::Any
         && problem.key_lists.is_none()
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;
-    combines.then(|| combine(kernel.module, grid.tiles, kernel.tile_rows, grid.partials_end))
+    let ctas_per_tile = kernel.tile_rows / COMBINE_WARPS;
+    combines.then(|| combine(kernel.module, grid.tiles, ctas_per_tile, grid.partials_end))
 }
 
 /// Number of CTAs of a decode kernel that a multiprocessor has at a time, and their size.

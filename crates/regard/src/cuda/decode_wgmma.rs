@@ -3,8 +3,8 @@
 use super::decode::cache_of;
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{
-    combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes, start_units,
-    tiles,
+    COMBINE_WARPS, combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes,
+    start_units, tiles,
 };
 use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
@@ -12,6 +12,9 @@ use crate::problem::{Problem, QueryStorage};
 
 /// Rows per key/value head that `mma.sync` reads keys for as fast as memory brings them.
 const FEW_ROWS: usize = 8;
+
+/// Parts of a tile from which on another warp combines some of a row's.
+const PARTS_PER_WARP: usize = 16;
 
 /// The rows of the largest tiles.
 const MAX_TILE_ROWS: usize = 32;
@@ -24,7 +27,6 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
     }
     let (module, config) = find_module(problem, facts)?;
     let tiles = tiles(problem, config.tile_rows);
-    let (ctas_per_multiprocessor, key_groups) = occupancy(config, tiles, facts);
     let (key_bytes, value_bytes) = config.wgmma_row_bytes();
     let unit_bytes = DecodeConfig::WGMMA_TILE_KEYS * (key_bytes + value_bytes);
     let start_units = start_units(unit_bytes);
@@ -32,26 +34,34 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
     if tiles.saturating_mul(units) < min_units(config) * facts.multiprocessors {
         return None;
     }
-    let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
+    let max_ctas = (facts.multiprocessors * config.wgmma_ctas_per_multiprocessor())
         .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
     let ctas = tiles.saturating_mul(units + start_units).clamp(1, max_ctas);
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + ctas * 2 * partial_bytes;
     let combines = 2 * tiles <= ctas && problem.queries == QueryStorage::Batched;
-    let combine = combines.then(|| combine(module, tiles, config.tile_rows, partials_end));
+    let combine = combines.then(|| {
+        // Warps divide the parts of a row, some each, and leave states in shared memory.
+        let warps = (ctas / tiles.max(1) / PARTS_PER_WARP).clamp(1, COMBINE_WARPS);
+        let rows_per_cta = COMBINE_WARPS >> warps.ilog2();
+        let mut combine = combine(module, tiles, config.tile_rows / rows_per_cta, partials_end);
+        let state_bytes = (config.operands.value_dim + 4) * 4;
+        combine.launch.shared_bytes = (COMBINE_WARPS * state_bytes) as u32;
+        combine
+    });
     let decode = Decode {
         launch: Launch {
             module: module.name(),
             entry: "decode",
             grid: [ctas as u32, 1, 1],
-            threads: (128 * key_groups) as u32,
-            shared_bytes: config.wgmma_shared_bytes(key_groups) as u32,
+            threads: DecodeConfig::WGMMA_THREADS as u32,
+            shared_bytes: config.wgmma_shared_bytes() as u32,
             ..Launch::default()
         },
         fallback: module.name(),
         max_query_len: i32::MAX,
         partials_per_cta: 2,
-        key_groups: key_groups as i32,
+        key_groups: 1,
         tile_rows: config.tile_rows as i32,
         tile_heads: 1,
         ctas_per_tile: 1,
@@ -73,15 +83,6 @@ fn min_units(config: &DecodeConfig) -> usize {
         _ if !config.has_large_heads() => 0,
         Cache::Elements => 4,
         _ => 2,
-    }
-}
-
-/// CTAs per multiprocessor, and groups of a CTA: one large CTA where there are few tiles, else
-/// small ones, of which one starts or ends a tile while the other reads.
-fn occupancy(config: &DecodeConfig, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
-    match tiles / facts.multiprocessors.max(1) {
-        0 | 1 => (1, config.wgmma_groups()),
-        _ => (config.wgmma_groups(), 1),
     }
 }
 
@@ -110,7 +111,7 @@ fn find_module(
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
-            && config.wgmma_shared_bytes(config.wgmma_groups()) <= facts.shared_bytes
+            && config.wgmma_shared_bytes() <= facts.shared_bytes
     };
     registry::decode_modules().filter(suits).min_by_key(|(_, config)| config.tile_rows)
 }
@@ -138,22 +139,11 @@ mod tests {
     }
 
     #[test]
-    fn groups_of_many_tiles_have_ctas_of_their_own() {
-        let launch = |batch| {
-            let decode = select(&problem(batch), &facts("h200")).unwrap().decode;
-            (decode.launch.module, decode.launch.threads, decode.launch.grid[0])
-        };
-        let name = "decode_bf16_128_128_bytes_r32_plain_sm90a";
-        assert_eq!(launch(1), (name, 256, 132));
-        assert_eq!(launch(64), (name, 128, 264));
-    }
-
-    #[test]
-    fn both_occupancies_fit_into_a_multiprocessor() {
+    fn ctas_fit_into_a_multiprocessor() {
         for (_, config) in registry::decode_modules().filter(|(_, config)| config.wgmma) {
-            let groups = config.wgmma_groups();
-            let (large, small) = (config.wgmma_shared_bytes(groups), config.wgmma_shared_bytes(1));
-            assert!(large <= 227 << 10 && groups * (small + 1024) <= 228 << 10, "{large} {small}");
+            let (bytes, ctas) =
+                (config.wgmma_shared_bytes(), config.wgmma_ctas_per_multiprocessor());
+            assert!(bytes <= 227 << 10 && ctas * (bytes + 1024) <= 228 << 10, "{bytes}");
         }
     }
 
@@ -163,7 +153,8 @@ mod tests {
             let decode = select(&problem(batch), &facts("h200")).unwrap().decode;
             decode.combine.map(|combine| combine.launch.grid)
         };
-        assert_eq!(combine(1), Some([8, 4, 1]));
+        assert_eq!(combine(1), Some([8, 8, 1]));
+        assert_eq!(combine(8), Some([64, 4, 1]));
         assert_eq!(combine(64), None);
     }
 

@@ -5,8 +5,8 @@ use super::{Combine, Launch};
 use crate::problem::{KvStorage, Problem};
 use std::borrow::Cow;
 
-/// Rows per CTA of the kernel that combines partial states: one per warp.
-pub(super) const COMBINE_ROWS: usize = 8;
+/// Warps per CTA of the kernel that combines partial states. Each has a row, or part of one.
+pub(super) const COMBINE_WARPS: usize = 8;
 
 /// Bytes that decode notes of `tiles` tiles for the kernel that combines their partial states: the
 /// first and the last CTA of each. None without such a kernel.
@@ -56,20 +56,20 @@ pub(super) fn has_plain_scores(problem: &Problem) -> bool {
     problem.variant.has_unmodified_scores() && problem.variant.has_even_ranges()
 }
 
-/// The launch of a module's kernel that combines the partial states of tiles, whose CTA ranges are
-/// at `at` in the workspace.
+/// The launch of a module's kernel that combines the partial states of tiles, each by
+/// `ctas_per_tile` CTAs. The tiles' CTA ranges are at `at` in the workspace.
 pub(super) fn combine(
     module: &'static Module,
     tiles: usize,
-    tile_rows: usize,
+    ctas_per_tile: usize,
     at: usize,
 ) -> Combine {
     Combine {
         launch: Launch {
             module: module.name(),
             entry: "combine",
-            grid: [tiles as u32, (tile_rows / COMBINE_ROWS) as u32, 1],
-            threads: (32 * COMBINE_ROWS) as u32,
+            grid: [tiles as u32, ctas_per_tile as u32, 1],
+            threads: (32 * COMBINE_WARPS) as u32,
             ..Launch::default()
         },
         at,

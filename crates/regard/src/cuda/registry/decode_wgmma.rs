@@ -3,8 +3,11 @@
 use super::{Cache, DecodeConfig, Operands};
 
 impl DecodeConfig {
-    /// Keys per K tile of a group, which is a warpgroup, with WGMMA.
+    /// Keys per K tile with WGMMA.
     pub const WGMMA_TILE_KEYS: usize = 64;
+
+    /// Threads of a CTA with WGMMA: a warpgroup of consumers, and one of loaders.
+    pub const WGMMA_THREADS: usize = 256;
 
     /// Whether operands of keys and of values do not fit into registers together with WGMMA:
     /// `HAS_LARGE_HEADS` of `decode_wgmma_shape.cuh`.
@@ -12,13 +15,12 @@ impl DecodeConfig {
         self.operands.head_dim > 128
     }
 
-    /// Maximum groups of a CTA with WGMMA: a thread takes up to 255 registers. 16-bit elements
-    /// fill shared memory with one.
-    pub const fn wgmma_groups(&self) -> usize {
+    /// CTAs per multiprocessor with WGMMA: one starts or ends a tile while the other multiplies.
+    pub const fn wgmma_ctas_per_multiprocessor(&self) -> usize {
         if matches!(self.cache, Cache::Elements) { 1 } else { 2 }
     }
 
-    /// Pipeline stages of a group with WGMMA.
+    /// Pipeline stages with WGMMA.
     pub const fn wgmma_stages(&self) -> usize {
         match self.cache {
             Cache::Elements => 3,
@@ -27,21 +29,20 @@ impl DecodeConfig {
         }
     }
 
-    /// Dynamic shared memory of a CTA with this many groups with WGMMA: the layout of
-    /// `decode_wgmma_shape.cuh`.
-    pub const fn wgmma_shared_bytes(&self, groups: usize) -> usize {
-        let (rows, head_dim) = (self.tile_rows, self.operands.head_dim);
+    /// Dynamic shared memory of a CTA with WGMMA: the layout of `decode_wgmma_shape.cuh`.
+    pub const fn wgmma_shared_bytes(&self) -> usize {
+        let Operands { head_dim, .. } = self.operands;
+        let rows = self.tile_rows;
+        let queues = 1024;
+        let numbers = (16 + 60 * rows).next_multiple_of(1024);
         let facts = (1024 + 128 * rows).next_multiple_of(1024);
-        let queries = head_dim / 64 * rows * 128;
-        // Numbers of rows that warps exchange, powers of weights, and the tile.
-        let exchange = (self.wgmma_groups() * 5 * rows * 4 + 256).next_multiple_of(1024);
+        let (queries, probabilities) = (head_dim / 64 * rows * 128, 2 * rows * 128);
         // Keys and values, and a scale of each, which only codes of a byte use.
         let ((keys, values), (key_bytes, value_bytes)) =
             (self.cache.sides(), self.wgmma_row_bytes());
         let pitches = keys.pitch(key_bytes) + values.pitch(value_bytes);
-        let stages =
-            (self.wgmma_stages() * Self::WGMMA_TILE_KEYS * (pitches + 8)).next_multiple_of(1024);
-        facts + queries + exchange + groups * (2 * rows * 128 + stages)
+        let stages = self.wgmma_stages() * Self::WGMMA_TILE_KEYS * (pitches + 8);
+        queues + numbers + facts + queries + probabilities + stages
     }
 
     /// Bytes of a key, and of its value, in memory, with WGMMA.

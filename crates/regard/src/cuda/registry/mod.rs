@@ -615,10 +615,8 @@ impl DecodeConfig {
         match self.cache {
             cache if self.wgmma => {
                 defines.extend([
-                    // The groups of `decode_groups.cuh`, at least those of a CTA.
-                    ("MAX_THREADS", if self.has_large_heads() { 256 } else { 128 }),
                     ("CACHE", cache.number()),
-                    ("THREADS", 128 * self.wgmma_groups()),
+                    ("THREADS", DecodeConfig::WGMMA_THREADS),
                     ("RING_STAGES", self.wgmma_stages()),
                 ]);
             }

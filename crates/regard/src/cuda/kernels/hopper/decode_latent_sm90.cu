@@ -108,7 +108,7 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
     unsigned base = shared_address(dynamic_shared);
     if (warp >= SCHEDULER_WARP) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        WorkIterator work = {params, cta_range, first_sequence, is_scheduled(params)};
+        WorkIterator<KEYS, false> work = {params, cta_range, first_sequence, is_scheduled(params)};
 #if LISTS && !CACHE
         Gatherer loader = {{params, shared, base, warp - LOADER_WARP, lane}, rest, exchange.addresses};
         if (warp == SCHEDULER_WARP) {

@@ -28,14 +28,29 @@ template <> struct Converter<CacheFormat::E4M3> {
     }
 };
 
+// Rows of keys or values lie swizzled in a pipeline stage, which starts at a multiple of 128 bytes. An address in it
+// is one of `first`, which is that of the lane in the stage, and numbers that the compiler knows.
+template <class Side> struct SwizzledRows {
+    unsigned first;
+
+    // `at`: less than 128, and of the bits that the compiler does not know.
+    __device__ __forceinline__ void set(int row, int at) {
+        first = opaque(swizzle(0, row, Side::PITCH, at % 128) + at / 128 * 128);
+    }
+
+    // `at` more bytes, of other bits than `set` had.
+    __device__ __forceinline__ unsigned address(unsigned stage, int rows, int at) const {
+        return ((stage + first) ^ at % 128) + rows * Side::PITCH + at / 128 * 128;
+    }
+};
+
 // The keys of a warp as operand A of Q K^T, all steps. `keys`: the K tile.
-template <CacheFormat FORMAT>
-static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4], unsigned keys, int warp, int lane) {
-    int row = WARP_KEYS * warp + (lane & 15), at = lane & 16;
+template <CacheFormat FORMAT> static __device__ __forceinline__ void
+key_operands(unsigned (&a)[KEY_STEPS][4], const SwizzledRows<KeySide> &rows, unsigned keys) {
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; step += 2) {
         unsigned words[4];
-        ldmatrix_x4(words, swizzle(keys, row, KEY_PITCH, at + step * 16 % 128) + step * 16 / 128 * 128);
+        ldmatrix_x4(words, rows.address(keys, 0, step * 16));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             Converter<FORMAT>::to_f16(words[2 * i], a[step + i][0], a[step + i][2]);
@@ -44,18 +59,21 @@ static __device__ __forceinline__ void key_operands(unsigned (&a)[KEY_STEPS][4],
     }
 }
 
-// The value dims of a warp as operand A of P V, all keys: 16 dims for each 64 of the head dim. BLOCKS of these from
-// FIRST on.
-template <CacheFormat FORMAT, int FIRST, int BLOCKS> static __device__ __forceinline__ void
-value_operands(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values, int warp, int lane) {
-    if (HAS_LARGE_HEADS) warp = opaque(warp);
+// A range of a warp's value blocks, of 16 dims each: one for each 64 of the head dim.
+struct BlockRange {
+    int first, end;
+};
+
+// Value blocks of a warp as operands A of P V, all keys.
+template <CacheFormat FORMAT>
+static __device__ __forceinline__ void value_operands(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], BlockRange blocks,
+                                                      const SwizzledRows<ValueSide> &rows, unsigned values) {
 #pragma unroll
-    for (int block = FIRST; block < FIRST + BLOCKS; block++)
+    for (int block = blocks.first; block < blocks.end; block++)
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step += 2) {
             unsigned words[4];
-            unsigned at = 16 * (VALUE_BLOCKS * warp + block);
-            ldmatrix_x4_transposed(words, swizzle(values, 16 * step + lane, VALUE_PITCH, at % 128) + at / 128 * 128);
+            ldmatrix_x4_transposed(words, rows.address(values, 16 * step, 16 * block));
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 Converter<FORMAT>::to_f16_even_odd(words[i], a[block][step + i / 2][i % 2 * 2],
@@ -65,87 +83,77 @@ value_operands(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values, int
 
 // The keys of a warp, and their dot products with all rows.
 struct Keys {
+    SwizzledRows<KeySide> rows;
     unsigned operands[KEY_STEPS][4];
-    float sums[SUMS];
+    float scores[SUMS];
 
-    __device__ __forceinline__ void set(unsigned long long, long long, int, int) {}
+    __device__ __forceinline__ void set(unsigned long long, long long, int warp, int lane) {
+        rows.set(WARP_KEYS * warp + (lane & 15), lane & 16);
+    }
 
     // Starts the products.
     __device__ __forceinline__ void multiply(const SharedTile<ROWS> &queries) {
-        warpgroup_fence_operand(sums);
+        warpgroup_fence_operand(scores);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < KEY_STEPS; i++) multiply_operands(sums, operands[i], queries.k_major(i), i > 0);
+        for (int i = 0; i < KEY_STEPS; i++) multiply_operands(scores, operands[i], queries.k_major(i), i > 0);
         hopper::wgmma_commit();
     }
 
-    __device__ __forceinline__ void begin_scores(float (&)[SUMS]) {}
+    __device__ __forceinline__ void continue_scores(const SharedTile<ROWS> &, unsigned, int) {}
 
-    __device__ __forceinline__ void finish_scores(float (&scores)[SUMS]) {
+    __device__ __forceinline__ void finish_scores() {
         hopper::wgmma_wait<0>();
-        warpgroup_fence_operand(sums);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) scores[i] = sums[i];
+        warpgroup_fence_operand(scores);
     }
 };
 
 // Keys in codes.
 struct ByteKeys : Keys {
-    __device__ __forceinline__ void load(CacheFormat format, unsigned keys, int warp, int lane) {
-        if (format == CacheFormat::E4M3)
-            key_operands<CacheFormat::E4M3>(operands, keys, warp, lane);
-        else if (format == CacheFormat::I8)
-            key_operands<CacheFormat::I8>(operands, keys, warp, lane);
+    __device__ __forceinline__ void load(unsigned needs, unsigned keys, int) {
+        if (needs & KEYS_I8)
+            key_operands<CacheFormat::I8>(operands, rows, keys);
+        else if (needs & KEYS_E5M2)
+            key_operands<CacheFormat::E5M2>(operands, rows, keys);
         else
-            key_operands<CacheFormat::E5M2>(operands, keys, warp, lane);
+            key_operands<CacheFormat::E4M3>(operands, rows, keys);
     }
 };
 
 // 16-bit keys.
 struct ElementKeys : Keys {
-    __device__ __forceinline__ void load(CacheFormat, unsigned keys, int warp, int lane) {
-        int row = WARP_KEYS * warp + (lane & 15), at = lane & 16;
+    __device__ __forceinline__ void load(unsigned, unsigned keys, int) {
 #pragma unroll
-        for (int step = 0; step < KEY_STEPS; step++)
-            ldmatrix_x4(operands[step], swizzle(keys, row, KEY_PITCH, at + step * 32 % 128) + step * 32 / 128 * 128);
+        for (int step = 0; step < KEY_STEPS; step++) ldmatrix_x4(operands[step], rows.address(keys, 0, step * 32));
     }
 };
 
-// The value dims of a warp, 16 for each 64 of the head dim, whose scales are no part of operands.
+// The value dims of a warp, whose scales are no part of operands.
 struct Values {
-    __device__ __forceinline__ void set(unsigned long long, long long, int, int) {}
+    SwizzledRows<ValueSide> rows;
 
-    template <class Softmax>
-    __device__ __forceinline__ void add_any_scales(float (&)[VALUE_BLOCKS][SUMS], const float (&)[SUMS],
-                                                   const Softmax &, unsigned, unsigned, unsigned, int, int, int) const {
-    }
+    template <class Softmax> __device__ __forceinline__ void add_any_scales(float (&)[VALUE_BLOCKS][SUMS],
+                                                                            const float (&)[SUMS], const Softmax &,
+                                                                            unsigned, unsigned, int, int) const {}
 };
 
 // Values in codes.
 struct ByteValues : Values {
+    static constexpr bool HAS_PAIRS = true; // elements e and e + 2 of an output are neighbouring dims
+    __device__ __forceinline__ void set(unsigned long long, long long, int warp, int lane) {
+        rows.set(lane, 16 * VALUE_BLOCKS * warp);
+    }
+
     // Returns true: no scale is too far from 1 for operands.
-    __device__ __forceinline__ bool load(CacheFormat format, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
-                                         unsigned values, int warp, int lane) const {
-        load_blocks<0, EARLY_BLOCKS>(format, a, values, warp, lane);
-        return true;
-    }
-
-    // What `load` leaves.
-    __device__ __forceinline__ void load_rest(CacheFormat format, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
-                                              unsigned values, int warp, int lane) const {
-        if constexpr (EARLY_BLOCKS < VALUE_BLOCKS)
-            load_blocks<EARLY_BLOCKS, VALUE_BLOCKS - EARLY_BLOCKS>(format, a, values, warp, lane);
-    }
-
-    template <int FIRST, int BLOCKS>
-    __device__ __forceinline__ void load_blocks(CacheFormat format, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4],
-                                                unsigned values, int warp, int lane) const {
-        if (format == CacheFormat::E4M3)
-            value_operands<CacheFormat::E4M3, FIRST, BLOCKS>(a, values, warp, lane);
-        else if (format == CacheFormat::I8)
-            value_operands<CacheFormat::I8, FIRST, BLOCKS>(a, values, warp, lane);
+    __device__ __forceinline__ bool load(unsigned needs, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], BlockRange blocks,
+                                         unsigned values, int, int) const {
+        if (needs & VALUES_I8)
+            value_operands<CacheFormat::I8>(a, blocks, rows, values);
+        else if (needs & VALUES_E5M2)
+            value_operands<CacheFormat::E5M2>(a, blocks, rows, values);
         else
-            value_operands<CacheFormat::E5M2, FIRST, BLOCKS>(a, values, warp, lane);
+            value_operands<CacheFormat::E4M3>(a, blocks, rows, values);
+        return true;
     }
 
     // The value dim of element [block][4 j + e] of a thread's output.
@@ -156,30 +164,19 @@ struct ByteValues : Values {
 
 // 16-bit values.
 struct ElementValues : Values {
-    __device__ __forceinline__ bool load(CacheFormat, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values,
-                                         int warp, int lane) const {
-        load_blocks<0, EARLY_BLOCKS>(a, values, warp, lane);
-        return true;
+    static constexpr bool HAS_PAIRS = false;
+    __device__ __forceinline__ void set(unsigned long long, long long, int warp, int lane) {
+        rows.set((lane & 7) + (lane & 16) / 2, 32 * VALUE_BLOCKS * warp + 2 * (lane & 8));
     }
 
-    __device__ __forceinline__ void load_rest(CacheFormat, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values,
-                                              int warp, int lane) const {
-        load_blocks<EARLY_BLOCKS, VALUE_BLOCKS - EARLY_BLOCKS>(a, values, warp, lane);
-    }
-
-    template <int FIRST, int BLOCKS> __device__ __forceinline__ void
-    load_blocks(unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], unsigned values, int warp, int lane) const {
-        if (HAS_LARGE_HEADS) warp = opaque(warp);
-        int key = (lane & 7) + (lane & 16) / 2;
+    __device__ __forceinline__ bool load(unsigned, unsigned (&a)[VALUE_BLOCKS][VALUE_STEPS][4], BlockRange blocks,
+                                         unsigned values, int, int) const {
 #pragma unroll
-        for (int block = FIRST; block < FIRST + BLOCKS; block++) {
-            unsigned at = 32 * (VALUE_BLOCKS * warp + block);
+        for (int block = blocks.first; block < blocks.end; block++)
 #pragma unroll
             for (int step = 0; step < VALUE_STEPS; step++)
-                ldmatrix_x4_transposed(a[block][step],
-                                       swizzle(values, 16 * step + key, VALUE_PITCH, at % 128 + 2 * (lane & 8)) +
-                                           at / 128 * 128);
-        }
+                ldmatrix_x4_transposed(a[block][step], rows.address(values, 16 * step, 32 * block));
+        return true;
     }
 
     // The value dim of element [block][4 j + e] of a thread's output.

@@ -2,9 +2,10 @@
 // decode/decode.cu, but keys and values are read, and codes converted, once for all rows of a tile.
 //
 // The rows of a tile are the N of wgmma: S^T = K Q^T and O^T = V^T P^T take keys and values as their first operand from
-// registers, where a warp has its 16 keys, then its value dims, converted if they are codes. A group is a warpgroup. It
-// walks its own K tiles of 64 keys through its own cp.async pipeline; conversion of values runs beside Q K^T, that of
-// the next keys beside P V. Probabilities go through shared memory.
+// registers, where a warp has its 16 keys, then its value dims, converted if they are codes. A CTA has a warpgroup of
+// consumers, which walk K tiles of 64 keys: conversion of values runs beside Q K^T, that of the next keys beside P V.
+// Probabilities go through shared memory. A warpgroup of loaders (decode_wgmma_loader.cuh) copies keys and values ahead
+// of the consumers, also those of the next tile.
 //
 // Maxima of rows are exchanged only where a score exceeds a row's reference by so much that f16 could not hold its
 // probability.
@@ -14,8 +15,8 @@
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_combine_entry.cuh"
-#include "decode/decode_groups.cuh"
 #include "decode/decode_schedule.cuh"
+#include "hopper/decode_wgmma_loader.cuh"
 #include "hopper/decode_wgmma_operands.cuh"
 #include "hopper/decode_wgmma_softmax.cuh"
 #if READS_CODES
@@ -23,8 +24,6 @@
 #endif
 
 namespace decode_wgmma {
-
-static_assert(::MAX_GROUPS >= MAX_GROUPS, "the states of all groups are combined");
 
 #if READS_CODES
 template <bool BLOCKS> struct ProductsOf {
@@ -43,292 +42,196 @@ struct Products {
 };
 #endif
 
-// A thread's part of one tile over a range of keys.
-struct Worker {
+struct Consumer {
     const AttentionParameters &params;
     const CacheParameters &cache;
     Shared &shared;
     unsigned base; // of shared memory
-    unsigned ring; // shared memory: this group's pipeline stages
-    int lane, group, warp;
-    Tile &tile;             // in shared memory, to save registers
-    int key_start, key_end; // keys of this piece
-    int first_key_tile;     // of the first group; K tiles go round robin over the groups
-    int last_entry;         // index in the page table of the last key's page
+    int warp, lane;
+    unsigned needs;
+    RingState ring;
+    PieceReader<PIECES> pieces;
     Softmax softmax;
     float out[VALUE_BLOCKS][SUMS];
-    float value_scale; // multiplies the output
 
-    // Tile `number` of the sequence.
-    __device__ __forceinline__ void select_tile(Tile &tile, int number, const SequenceTiles &tiles) {
-        tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
-        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
-        tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
-        // Even lanes compute the visible range of the first row, odd lanes that of the last.
-        int head, token;
-        tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
-        int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
-        tile.any_start = __shfl_sync(~0u, start, 0);
-        tile.every_start = __shfl_sync(~0u, start, 1);
-        tile.every_end = __shfl_sync(~0u, end, 0);
-        tile.any_end = __shfl_sync(~0u, end, 1);
-        long long key_at, value_at;
-        find_kv_start(params, tile, key_at, value_at);
-        tile.key_base = params.keys.pointer + key_at * KeySide::BYTES;
-        tile.value_base = params.values.pointer + value_at * ValueSide::BYTES;
-        tile.table = page_table(params, tile.sequence);
-        if (threadIdx.x == 0) this->tile = tile;
-#if READS_CODES
-        softmax.keys_scaled = KeySide::IS_BYTES && varies(params, cache.key_scale_strides);
-        softmax.values_scaled = ValueSide::IS_BYTES && varies(params, cache.value_scale_strides);
-#else
-        softmax.keys_scaled = softmax.values_scaled = false;
-#endif
+    static constexpr int WARP_ROWS = ROWS / CONSUMER_WARPS;
+
+    // The row of a tile that is number `i` of this warp.
+    __device__ __forceinline__ int row_of(int i) const { return warp + i * CONSUMER_WARPS; }
+
+    // Where queries of this warp's rows start, counted in elements: of row l % WARP_ROWS in lane l.
+    __device__ __forceinline__ long long find_queries(const Tile &tile) const {
+        int row = row_of(lane % WARP_ROWS), head, token;
+        tile.find_row(params, row < tile.rows ? row : 0, head, token);
+        return tile.sequence * params.query.strides.batch +
+               (long long)(tile.seq.q_start + token) * params.query.strides.token + head * params.query.strides.head;
     }
 
-    // Finds the keys of a piece: the units of the tile from `unit` to before `last_unit`.
-    __device__ __forceinline__ void select_keys(const Tile &tile, int first_unit, int unit, int last_unit) {
-        key_start = max(tile.any_start, (first_unit + unit) * KEYS);
-        key_end = (int)min((long long)tile.any_end, (long long)(first_unit + last_unit) * KEYS);
-        if (key_end <= key_start) key_start = key_end = 0;
-        first_key_tile = key_start / KEYS;
-    }
-
-    __device__ __forceinline__ void synchronize_group() const { hopper::named_barrier_sync(1 + group, 128); }
-
-    // The page-table index of a key. Entries past the last visible key are not read.
-    __device__ __forceinline__ int entry_of(int key) const { return min(page_index(params, key), last_entry); }
-
-    // The page-table entry of this warp's keys of a K tile.
-    __device__ __forceinline__ int look_up(int key_tile) const {
-        return params.block_size ? tile.table[entry_of(key_tile * KEYS + WARP_KEYS * warp)] : 0;
-    }
-
-    // Starts the copies of this warp's keys of a K tile, and of their values and scales, into a pipeline stage.
-    __device__ __forceinline__ void fetch(int key_tile, int stage, int entry) const {
-        int first = key_tile * KEYS + WARP_KEYS * warp;
-        long long key_at, value_at;
-        if (params.block_size) {
-            int slot = page_slot(params, first, entry_of(first));
-            long long from = page_of(params, entry);
-            key_at = from * params.keys.strides.batch + slot * params.keys.strides.token;
-            value_at = from * params.values.strides.batch + slot * params.values.strides.token;
-        } else {
-            key_at = first * params.keys.strides.token;
-            value_at = first * params.values.strides.token;
-        }
-        unsigned to = ring + stage * STAGE_BYTES;
-        load_rows<KeySide>(to, tile.key_base + key_at * KeySide::BYTES, params.keys.strides.token * KeySide::BYTES,
-                           first);
-        load_rows<ValueSide>(to + KEYS * KEY_PITCH, tile.value_base + value_at * ValueSide::BYTES,
-                             params.values.strides.token * ValueSide::BYTES, first);
-#if READS_CODES
-        if (softmax.keys_scaled || softmax.values_scaled) load_scales(to + SCALE_OFFSET, first, entry);
-#endif
-    }
-
-    // Rows of 16 keys from `first` on. Several lanes copy a row, the others the next rows. The stride is in bytes.
-    template <class Side>
-    __device__ __forceinline__ void load_rows(unsigned to, unsigned long long from, long long stride, int first) const {
-        constexpr int PITCH = Side::PITCH;
-#if READS_CODES
-        if constexpr (Side::HAS_BLOCKS)
-            return copy_block_rows<Side>(to + WARP_KEYS * warp * PITCH, from, stride, first - key_start,
-                                         key_end - key_start, lane);
-#endif
-        constexpr int CHUNKS = Side::CHUNKS, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
-        int row = lane / LANES, column = lane % LANES * 16;
-        unsigned keys = key_end - key_start, key = first + row - key_start;
-        const unsigned char *source = (const unsigned char *)from + row * stride + column;
-#pragma unroll
-        for (int i = 0; i < WARP_KEYS; i += AT_ONCE) {
-            int bytes = key + i < keys ? 16 : 0;
-#pragma unroll
-            for (int j = 0; j < CHUNKS / LANES; j++) {
-                unsigned place = swizzle(to + WARP_KEYS * warp * PITCH, i + row, PITCH, column + j * LANES * 16 % 128) +
-                                 j * LANES * 16 / 128 * 128;
-                if (Side::ROW_BYTES % 128)
-                    cp_async_alone(place, source + j * LANES * 16, bytes);
-                else
-                    cp_async(place, source + j * LANES * 16, bytes);
-            }
-            source += AT_ONCE * stride;
-        }
+    // What dot products with a row's query as an operand, times `factor`, are multiplied by: greater than 0, so that
+    // hidden keys stay at -inf. The sign of `scale` is that of the operand.
+    static __device__ __forceinline__ float row_scale(float scale, float inverse) {
+        float product = fabsf(scale) * inverse;
+        return product == 0.0f ? __int_as_float(0x00800000) : product;
     }
 
 #if READS_CODES
-    // Scales of keys by the first lanes, those of values by the others. Keys outside of the piece get zeros.
-    __device__ __forceinline__ void load_scales(unsigned to, int first, int entry) const {
-        bool of_keys = lane < WARP_KEYS;
-        int key = first + lane % WARP_KEYS;
-        const RowStrides &strides = of_keys ? cache.key_scale_strides : cache.value_scale_strides;
-        const float *from = scale_start(params, tile, of_keys ? cache.key_scales : cache.value_scales, strides) +
-                            row_offset(*this, key, entry, strides);
-        bool present = key >= key_start && key < key_end;
-        if (of_keys ? softmax.keys_scaled : softmax.values_scaled)
-            cp_async_word(to + ((of_keys ? 0 : KEYS) + WARP_KEYS * warp + lane % WARP_KEYS) * 4, from, present);
-    }
-
     // Queries as f16, in the order of codes, a warp per row. bf16 rows are scaled by a power of two that brings their
-    // largest element to the top of f16's range. Stores what dot products are multiplied by.
-    __device__ __forceinline__ void load_queries() const {
+    // largest element to the top of f16's range.
+    __device__ __forceinline__ void load_queries(const Tile &tile) const {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
         SharedTile<ROWS> to = {base + QUERY_OFFSET};
         float scale = params.scale * LOG2_E;
-        if (KeySide::IS_BYTES && !softmax.keys_scaled)
+        if (KeySide::IS_BYTES && !(needs & KEYS_SCALED))
             scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
-#pragma unroll 4
-        for (int row = threadIdx.x >> 5; row < ROWS; row += blockDim.x >> 5) {
-            bool present = row < tile.rows;
-            int head, token;
-            tile.find_row(params, present ? row : 0, head, token);
-            const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
-                               (long long)(tile.seq.q_start + token) * params.query.strides.token +
-                               head * params.query.strides.head;
-            float value[SLOTS], most = 0.0f;
+        long long starts = find_queries(tile);
+        // Some rows are asked for before the first is used. All would be more code, which takes long to fetch; at head
+        // dim 256 it keeps the compiler from spilling in the main loop.
+        constexpr int BATCH = HAS_LARGE_HEADS ? WARP_ROWS : 4;
+#pragma unroll 1
+        for (int first = 0; first < WARP_ROWS; first += BATCH) {
+            Bits query[BATCH][SLOTS];
 #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                value[i] = present ? E::to_float(from[dim_of_slot(lane * SLOTS + i)]) : 0.0f;
-                most = fmaxf(most, fabsf(value[i]));
-            }
-            float factor = 1.0f, inverse = 1.0f;
-            if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
-                most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-                WeightScale power = weight_scale(most);
-                factor = power.factor, inverse = power.inverse;
-            }
-            if (lane == 0) shared.query_scale[row] = inverse * scale;
+            for (int i = 0; i < BATCH; i++) {
+                const Bits *from = (const Bits *)params.query.pointer + __shfl_sync(~0u, starts, first + i);
 #pragma unroll
-            for (int i = 0; i < SLOTS; i += 2) {
-                int slot = lane * SLOTS + i;
-                *(unsigned *)__cvta_shared_to_generic(to.chunk(row, slot / 8) + slot % 8 * 2) =
-                    Element<ElementType::F16>::pack(value[i] * factor, value[i + 1] * factor);
+                for (int slot = 0; slot < SLOTS; slot++) query[i][slot] = from[dim_of_slot(lane * SLOTS + slot)];
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                int row = row_of(first + i);
+                float value[SLOTS], most = 0.0f;
+#pragma unroll
+                for (int slot = 0; slot < SLOTS; slot++) {
+                    value[slot] = row < tile.rows ? E::to_float(query[i][slot]) : 0.0f;
+                    most = fmaxf(most, fabsf(value[slot]));
+                }
+                float factor = 1.0f, inverse = 1.0f;
+                if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
+                    most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+                    WeightScale power = weight_scale(most);
+                    factor = power.factor, inverse = power.inverse;
+                }
+                factor = copysignf(factor, scale);
+                if (lane == 0) row_numbers().scale(row) = row_scale(scale, inverse);
+#pragma unroll
+                for (int slot = 0; slot < SLOTS; slot += 2) {
+                    int at = lane * SLOTS + slot;
+                    st_shared_word(to.chunk(row, at / 8) + at % 8 * 2,
+                                   Element<ElementType::F16>::pack(value[slot] * factor, value[slot + 1] * factor));
+                }
             }
         }
     }
 #else
-    // Queries as they are, 16 bytes by a lane.
-    __device__ __forceinline__ void load_queries() const {
+    // Queries, 16 bytes by a lane.
+    __device__ __forceinline__ void load_queries(const Tile &tile) const {
         constexpr int CHUNKS = HEAD_DIM / 8;
+        static_assert(CHUNKS == 32, "a warp copies a row");
         SharedTile<ROWS> to = {base + QUERY_OFFSET};
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
-            int row = i / CHUNKS, chunk = i % CHUNKS, head, token;
-            bool present = row < tile.rows;
-            tile.find_row(params, present ? row : 0, head, token);
-            const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
-                               (long long)(tile.seq.q_start + token) * params.query.strides.token +
-                               head * params.query.strides.head + chunk * 8;
-            st_shared_v4(to.chunk(row, chunk), present ? *(const uint4 *)from : make_uint4(0, 0, 0, 0));
+        float scale = params.scale * LOG2_E;
+        unsigned sign = scale < 0.0f ? 0x80008000 : 0;
+        long long starts = find_queries(tile);
+        uint4 query[WARP_ROWS];
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; i++)
+            query[i] = ((const uint4 *)((const Bits *)params.query.pointer + __shfl_sync(~0u, starts, i)))[lane];
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; i++) {
+            uint4 x = row_of(i) < tile.rows ? query[i] : make_uint4(0, 0, 0, 0);
+            st_shared_v4(to.chunk(row_of(i), lane), make_uint4(x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign));
         }
+        if (threadIdx.x < ROWS) row_numbers().scale(threadIdx.x) = row_scale(scale, 1.0f);
     }
 #endif
 
-    // Dot products become scores, in units of log2.
-    __device__ __forceinline__ void scale_scores(float (&scores)[SUMS], const float (&key_scales)[2]) const {
+    // What multiplies values.
+    __device__ __forceinline__ float scale_of_values(const Tile &tile) const {
 #if READS_CODES
-        softmax.scale(scores, key_scales, shared.query_scale, lane);
-#else
-        softmax.scale(scores, params.scale * LOG2_E);
-#endif
-    }
-
-    // What multiplies the output.
-    __device__ __forceinline__ float scale_of_values() const {
-#if READS_CODES
-        if (ValueSide::IS_BYTES && !softmax.values_scaled)
+        if (ValueSide::IS_BYTES && !(needs & VALUES_SCALED))
             return *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
 #endif
         return 1.0f;
     }
 
-    __device__ __forceinline__ void load_row_facts() const {
-        for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
-            RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
-            if (row < tile.rows) {
-                int head, token;
-                tile.find_row(params, row, head, token);
-                facts = row_facts<false>(params, tile, head, token);
-            }
-            shared.rows[row] = facts;
+    // Facts of a row, and its numbers before the first key, by a thread each.
+    __device__ __forceinline__ void begin_rows(const Tile &tile) const {
+        if (threadIdx.x >= ROWS) return;
+        int row = threadIdx.x;
+        RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
+        if (row < tile.rows) {
+            int head, token;
+            tile.find_row(params, row, head, token);
+            facts = row_facts<false>(params, tile, head, token);
         }
+        shared.rows[row] = facts;
+        row_numbers().out[row].factors[1] = scale_of_values(tile);
+        Softmax::begin_row(row);
     }
 
-    // Mainloop over this group's K tiles of keys `key_start..key_end`.
-    __device__ __forceinline__ void mainloop() {
-        int first = first_key_tile + group, end = (key_end + KEYS - 1) / KEYS, step = params.stream_k.key_groups;
-        if (params.block_size) last_entry = page_index(params, max(key_end - 1, 0));
-        if (!is_scheduled(params)) grid_dependency_wait();
-        int entries[RING_STAGES];
+    // Keeps the compiler from moving uses of the output across this point.
+    __device__ __forceinline__ void fence_out() {
 #pragma unroll
-        for (int i = 0; i < RING_STAGES; i++) entries[i] = first + i * step < end ? look_up(first + i * step) : 0;
-        if (is_scheduled(params)) grid_dependency_wait();
-#pragma unroll
-        for (int i = 0; i < RING_STAGES; i++) {
-            if (first + i * step < end) fetch(first + i * step, i, entries[i]);
-            cp_async_commit();
-        }
-        int entry = first + RING_STAGES * step < end ? look_up(first + RING_STAGES * step) : 0;
-        load_queries();
-        load_row_facts();
-        value_scale = scale_of_values();
-        int every_start = tile.every_start, every_end = tile.every_end; // at head dim 256, read again per K tile
+        for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
+    }
+
+    __device__ __forceinline__ void begin_piece(const Tile &tile) {
+        load_queries(tile);
+        begin_rows(tile);
         // wgmma reads the queries.
         hopper::fence_proxy_async();
-        cp_async_wait<RING_STAGES - 1>();
+        synchronize_consumers();
         softmax.begin();
-        if (warp == 0) softmax.begin_weights(lane);
-        __syncthreads();
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; block++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) out[block][i] = 0.0f;
+    }
 
+    // The K tiles of a piece.
+    __device__ __forceinline__ void run_tiles(const Piece &piece) {
+        const Tile &tile = piece.tile;
+        int end = uniform(piece.end_tile()), turn = 0;
+        // K tiles whose keys of this warp are visible to every row.
+        int every_start = uniform((max(tile.every_start - WARP_KEYS * warp, 0) + KEYS - 1) / KEYS),
+            every_end = uniform((tile.every_end - WARP_KEYS * (warp + 1) + KEYS) / KEYS);
         SharedTile<ROWS> queries = {base + QUERY_OFFSET};
-        int stage = 0, turn = 0;
         unsigned value_fragments[VALUE_BLOCKS][VALUE_STEPS][4];
         Products::Keys key_products;
         Products::Values value_products;
         key_products.set(tile.key_base, params.keys.strides.token * KeySide::BYTES, warp, lane);
         value_products.set(tile.value_base, params.values.strides.token * ValueSide::BYTES, warp, lane);
 #pragma unroll 1
-        for (int key_tile = first; key_tile < end; key_tile += step) {
-            unsigned keys = ring + stage * STAGE_BYTES, values = keys + KEYS * KEY_PITCH;
+        for (int key_tile = uniform(piece.first_tile()); key_tile < end; key_tile++) {
+            unsigned keys = ring.address(base), values = keys + KEYS * KEY_PITCH;
             if (HAS_LARGE_HEADS) {
                 hopper::wgmma_wait<0>();
-#pragma unroll
-                for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
+                fence_out();
             }
-            key_products.load(cache.key_format, keys, warp, lane);
-            hopper::wgmma_wait<0>();
-#pragma unroll
-            for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
+            ring.wait_full(base);
+            key_products.load(needs, keys, lane);
+            if (!HAS_LARGE_HEADS) {
+                hopper::wgmma_wait<0>();
+                fence_out();
+            }
             key_products.multiply(queries);
-            float scores[SUMS], scales[2][2]; // scales: of this thread's keys, and of their values
-            key_products.begin_scores(scores);
-            bool any_scales = !value_products.load(cache.value_format, value_fragments, values, warp, lane);
-            softmax.load_scales(scales, values + KEYS * VALUE_PITCH, warp, lane);
-            key_products.finish_scores(scores);
-            value_products.load_rest(cache.value_format, value_fragments, values, warp, lane);
-#pragma unroll
-            for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
+            key_products.continue_scores(queries, keys, lane);
+            bool any_scales = !value_products.load(needs, value_fragments, {0, EARLY_BLOCKS}, values, warp, lane);
+            key_products.finish_scores();
+            fence_out();
 
-            int first_key = key_tile * KEYS + WARP_KEYS * warp;
-            scale_scores(scores, scales[0]);
-            if (HAS_LARGE_HEADS) every_start = tile.every_start, every_end = tile.every_end;
-            if (first_key < every_start || first_key + WARP_KEYS > every_end)
-                hide_invisible(scores, shared.rows, first_key, lane);
-            unsigned probabilities = ring - 2 * PROBABILITY_BYTES + turn * PROBABILITY_BYTES;
+            float (&scores)[SUMS] = key_products.scores;
+            unsigned scales = values + KEYS * VALUE_PITCH;
+            if (needs & KEYS_SCALED) softmax.scale_keys(scores, scales, warp, lane);
+            if (UNLIKELY(key_tile < every_start || key_tile >= every_end))
+                hide_invisible(scores, shared.rows, key_tile * KEYS + WARP_KEYS * warp, lane);
+            unsigned probabilities = base + PROBABILITY_OFFSET + turn * PROBABILITY_BYTES;
             float sums[ROW_BLOCKS][2];
-            bool exceeds = softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane) || any_scales;
+            bool exceeds = softmax.exponentiate(scores, scales, needs, probabilities, sums, warp, lane);
             hopper::fence_proxy_async();
-            // The next K tile has arrived.
-            cp_async_wait<RING_STAGES - 2>();
-            if (hopper::named_barrier_or(1 + group, 128, exceeds)) {
-                unsigned exchange = base + EXCHANGE_OFFSET + group * 4 * ROWS * 4;
-                softmax.raise(scores, scales[1], out, exchange, group, warp, lane);
-                if (ValueSide::HAS_BLOCKS && hopper::named_barrier_or(1 + group, 128, any_scales)) {
-                    value_products.add_any_scales(out, scores, softmax, values, probabilities, exchange, group, warp,
-                                                  lane);
+            if (UNLIKELY(any_consumer(exceeds || any_scales))) {
+                softmax.raise(scores, scales, needs, out, warp, lane);
+                if (ValueSide::HAS_BLOCKS && any_consumer(any_scales)) {
+                    value_products.add_any_scales(out, scores, softmax, values, probabilities, warp, lane);
                     // Nothing is left for the products below.
 #pragma unroll
                     for (int block = 0; block < VALUE_BLOCKS; block++)
@@ -337,146 +240,220 @@ struct Worker {
 #pragma unroll
                             for (int word = 0; word < 4; word++) value_fragments[block][i][word] = 0;
                 }
-                softmax.exponentiate(scores, scales[1], probabilities, sums, warp, lane);
+                softmax.exponentiate(scores, scales, needs, probabilities, sums, warp, lane);
                 hopper::fence_proxy_async();
-                synchronize_group();
+                synchronize_consumers();
             }
             softmax.add(sums);
-            // All warps have read this stage.
-            int ahead = key_tile + RING_STAGES * step;
-            if (ahead < end) fetch(ahead, stage, entry);
-            cp_async_commit();
-            if (ahead + step < end) entry = look_up(ahead + step);
             SharedTile<ROWS> weights = {probabilities};
+            fence_out();
 #pragma unroll
-            for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
-            hopper::wgmma_fence();
-#pragma unroll
-            for (int block = 0; block < VALUE_BLOCKS; block++)
+            for (int block = 0; block < VALUE_BLOCKS; block++) {
+                if (block >= EARLY_BLOCKS)
+                    value_products.load(needs, value_fragments, {block, block + 1}, values, warp, lane);
+                if (block == 0 || block >= EARLY_BLOCKS) hopper::wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < VALUE_STEPS; i++)
                     multiply_operands(out[block], value_fragments[block][i], weights.k_major(i), 1);
+            }
             hopper::wgmma_commit();
-            stage = stage == RING_STAGES - 1 ? 0 : stage + 1;
+            ring.release(base);
             turn ^= 1;
         }
         hopper::wgmma_wait<0>();
-#pragma unroll
-        for (int block = 0; block < VALUE_BLOCKS; block++) warpgroup_fence_operand(out[block]);
+        fence_out();
     }
 
-    // Stores this group's state to shared memory, over the pipeline stages. All threads of the CTA call this.
-    __device__ __forceinline__ void store_state(float *states) {
-        float *exchange = (float *)(dynamic_shared + EXCHANGE_OFFSET) + group * 4 * ROWS;
-        softmax.finish(out);
+    // Stores the tile's rows, or their partial states.
+    __device__ __forceinline__ void store_rows(const Piece &piece) {
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                int row = 8 * j + 2 * (lane & 3) + r;
                 float sum = softmax.row_sum[j][r];
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-                if (lane < 4) exchange[warp * ROWS + row] = sum;
-                if (lane < 4 && warp == 0) shared.max[group][row] = softmax.max_of(j, r);
+                if (lane < 4) row_numbers().exchange[warp][8 * j + 2 * lane + r] = sum;
             }
-        __syncthreads();
-        if (warp == 0)
-#pragma unroll 1
-            for (int row = lane; row < ROWS; row += 32)
-                shared.sum[group][row] =
-                    exchange[row] + exchange[ROWS + row] + (exchange[2 * ROWS + row] + exchange[3 * ROWS + row]);
-        float *mine = states + group * ROWS * OUT_PITCH;
-#pragma unroll
-        for (int block = 0; block < VALUE_BLOCKS; block++)
-#pragma unroll
-            for (int j = 0; j < ROW_BLOCKS; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    int row = 8 * j + 2 * (lane & 3) + (e & 1);
-                    mine[row * OUT_PITCH + Products::Values::dim_of(block, e, warp, lane)] =
-                        out[block][4 * j + e] * softmax.out_scale(value_scale, row);
-                }
+        synchronize_consumers();
+        if (threadIdx.x < ROWS) row_numbers().out[threadIdx.x] = finish_row(piece, threadIdx.x);
+        synchronize_consumers();
+        if (!piece.is_whole())
+            store_outputs<ElementType::F32>(partial_of(piece), true);
+        else if (piece.tile.seq.first_key)
+            store_outputs<ElementType::F32>((float *)params.own_out.pointer, true);
+        else if (params.out_f32)
+            store_outputs<ElementType::F32>((float *)params.out.pointer, params.out_aligned);
+        else
+            store_outputs<ElementType(ELEMENT_TYPE)>((Bits *)params.out.pointer, params.out_aligned);
     }
-};
 
-// Hands over a tile that is split over several CTAs: to `combine`, or to the last of the CTAs to arrive.
-static __device__ __forceinline__ void finish_tile(Worker &w, long long work_per_cta, const TileRange &tile_range,
-                                                   bool starts_here, bool ends_here) {
-    const AttentionParameters &params = w.params;
-    Shared &shared = w.shared;
-    if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
-        // `combine` combines the parts, and waits until all of them are counted.
-        if (threadIdx.x == 0) {
-            unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, work_per_cta);
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    // The outputs of this thread's rows, where `finish_row` says. `aligned`: two at once.
+    template <ElementType TYPE, class Out> __device__ __forceinline__ void store_outputs(Out *to, bool aligned) const {
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const RowOut &row = row_numbers().out[8 * j + 2 * (lane & 3) + r];
+                float4 factors = *(const float4 *)row.factors;
+                long long at = row.at;
+#pragma unroll
+                for (int block = 0; block < VALUE_BLOCKS; block++) {
+                    float x[2]; // neighbouring dims, or two that are 8 apart
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        // Added to 0, so that -0 becomes 0, as `store_row` has it.
+                        x[i] = fmaf(out[block][4 * j + 2 * i + r] * factors.x * factors.y * factors.z, factors.w, 0.0f);
+                        if (TYPE != ElementType::F32) x[i] = bound_output(x[i]);
+                    }
+                    Out *first = to + at + Products::Values::dim_of(block, r, warp, lane),
+                        *second = to + at + Products::Values::dim_of(block, 2 + r, warp, lane);
+                    if (at < 0) continue;
+                    if (!Products::Values::HAS_PAIRS || !aligned) {
+                        store_element((unsigned long long)first, 0, TYPE, x[0]);
+                        store_element((unsigned long long)second, 0, TYPE, x[1]);
+                    } else if (TYPE == ElementType::F32) {
+                        *(float2 *)first = make_float2(x[0], x[1]);
+                    } else {
+                        *(unsigned *)first = E::pack(x[0], x[1]);
+                    }
+                }
+            }
+    }
+
+    // The partial state of a tile of which other CTAs have parts.
+    __device__ __forceinline__ float *partial_of(const Piece &piece) const {
+        return partial_state(params, blockIdx.x, piece.starts_here ? 0 : 1);
+    }
+
+    // Stores a row's state, or its LSE. Returns what is to be done with its output.
+    __device__ __forceinline__ RowOut finish_row(const Piece &piece, int row) const {
+        const Tile &tile = piece.tile;
+        if (row >= tile.rows) return {{}, -1};
+        Rows &numbers = row_numbers();
+        LastReference last = last_reference(numbers.reference(row));
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < CONSUMER_WARPS; i++) sum += numbers.exchange[i][row];
+        State state = {last.reference, sum * last.step};
+        RowOut done = {{last.step, numbers.out[row].factors[1], 1.0f, 1.0f}, 0};
+        if (READS_CODES && numbers.needs & VALUES_SCALED) done.factors[1] = inverse_power(numbers.weight_powers[row]);
+        int head, token;
+        tile.find_row(params, row, head, token);
+        if (!piece.is_whole()) {
+            float *to = partial_of(piece);
+            to[row] = state.max;
+            to[TILE_ROWS + row] = state.sum;
+            done.at = 2 * TILE_ROWS + row * VALUE_DIM;
+        } else if (tile.seq.first_key) {
+            // `merge_prefix` merges this state with those of the prefix.
+            *(float2 *)((float *)params.own_states.pointer + row_offset(params.own_states.strides, tile, head, token)) =
+                make_float2(state.max, state.sum);
+            done.at = row_offset(params.own_out.strides, tile, head, token);
+        } else {
+            float unit = unit_of(params);
+            FinalizedRow finalized =
+                finalize_row(params, state, load_sink(params, head, unit), unit, params.lse.pointer != 0);
+            done.factors[2] = finalized.factors.first, done.factors[3] = finalized.factors.second;
+            done.at = out_offset(params, tile, head, token);
+            if (params.lse.pointer) store_lse(params, tile, head, token, finalized.lse);
         }
-    } else if (params.stream_k.partial_ranges) {
-        // `combine` combines the parts when all CTAs are done.
-        if (starts_here && threadIdx.x == 0) {
-            partial_range_of(params, w.tile) = {
-                (int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, work_per_cta)};
-        }
-    } else if (!starts_here || !ends_here) {
-        // Other CTAs have the rest of this tile. The last to arrive combines all parts.
-        long long first_cta = starts_here ? blockIdx.x : divide(tile_range.start, work_per_cta);
-        long long last_cta = ends_here ? blockIdx.x : divide(tile_range.end - 1, work_per_cta);
-        unsigned *counter = (unsigned *)params.workspace + first_cta;
-        if (threadIdx.x == 0) {
-            unsigned before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-            shared.last = before == (unsigned)(last_cta - first_cta);
-        }
-        __syncthreads();
-        if (shared.last) {
-            for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5)
-                combine_row<STATES_PER_BATCH>(params, w.tile, row, w.lane, first_cta, last_cta,
+        return done;
+    }
+
+    // Hands over a tile that is split over several CTAs: to `combine`, or to the last of the CTAs to arrive.
+    __device__ __forceinline__ void finish_piece(const Piece &piece) const {
+        if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
+            // `combine` combines the parts, and waits until all of them are counted.
+            if (threadIdx.x == 0)
+                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals_of(params, piece.first_part, 0))
+                             : "memory");
+        } else if (params.stream_k.partial_ranges) {
+            // `combine` combines the parts when all CTAs are done.
+            if (piece.starts_here && threadIdx.x == 0)
+                partial_range_of(params, piece.tile) = {piece.first_part, piece.last_part};
+        } else if (!piece.is_whole()) {
+            // Other CTAs have the rest of this tile. The last to arrive combines all parts.
+            unsigned *counter = arrivals_of(params, piece.first_part, 0);
+            if (threadIdx.x == 0) {
+                unsigned before;
+                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+                shared.last = before == (unsigned)(piece.last_part - piece.first_part);
+            }
+            synchronize_consumers();
+            if (!shared.last) return;
+#pragma unroll 1
+            for (int row = warp; row < piece.tile.rows; row += CONSUMER_WARPS)
+                combine_row<STATES_PER_BATCH>(params, piece.tile, row, lane, piece.first_part, piece.last_part,
                                               element_out_type(params));
             if (threadIdx.x == 0) *counter = 0;
         }
-        __syncthreads();
     }
-}
 
-// The work range of this CTA: from the schedule of the step if there is one.
-static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared,
-                                                  CtaRange &cta_range) {
+    __device__ __forceinline__ void run() {
+        // Queries may be written by the preceding kernel.
+        grid_dependency_wait();
+#pragma unroll 1
+        for (;;) {
+            const Piece &piece = pieces.wait(queues());
+            if (!piece.more) break;
+            begin_piece(piece.tile);
+            run_tiles(piece);
+            store_rows(piece);
+            synchronize_consumers();
+            finish_piece(piece);
+            pieces.release(queues(), lane);
+        }
+    }
+};
+
+// Finds the work range of this CTA: from the schedule of the step if there is one.
+static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared) {
+    CtaRange range;
     if (is_scheduled(params)) {
         load_scheduled(params, shared.scheduled);
-        cta_range = shared.scheduled.range;
         if (params.block_size) touch_pages(params, shared.scheduled);
+        range = shared.scheduled.range;
     } else {
         if (!params.stream_k.work_total) {
             grid_dependency_wait();
             prefetch_lengths(params);
         }
-        cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+        range = find_cta_range(params, shared.scan, shared.cta_range);
+        __syncthreads(); // it may be there
     }
+    if (threadIdx.x == 0) shared.cta_range = range;
+    __syncthreads();
 }
 
-// The rows of a tile, whose groups' states are in shared memory: stores them, or a partial state.
-static __device__ __forceinline__ void store_rows(const Worker &w, const float *states, bool starts_here,
-                                                  bool ends_here) {
-    const AttentionParameters &params = w.params;
-    int warps = blockDim.x >> 5;
-    for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_PER_BATCH * warps) {
-        RowState combined[ROWS_PER_BATCH];
-        combine_groups(params, combined, w.shared, states, first, warps, w.lane);
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_BATCH; i++) {
-            int row = first + i * warps;
-            if (row >= w.tile.rows) break;
-            if (starts_here && ends_here)
-                store_row(params, w.tile, row, w.lane, combined[i], element_out_type(params));
-            else
-                store_partial(partial_state(params, blockIdx.x, starts_here ? 0 : 1), row, w.lane, combined[i]);
-        }
+static __device__ __forceinline__ unsigned needs_of(const AttentionParameters &params, const CacheParameters &cache) {
+    unsigned needs = 0;
+#if READS_CODES
+    if (KeySide::IS_BYTES && varies(params, cache.key_scale_strides)) needs |= KEYS_SCALED;
+    if (ValueSide::IS_BYTES && varies(params, cache.value_scale_strides)) needs |= VALUES_SCALED;
+    if (cache.key_format == CacheFormat::I8) needs |= KEYS_I8;
+    if (cache.value_format == CacheFormat::I8) needs |= VALUES_I8;
+    if (cache.key_format == CacheFormat::E5M2) needs |= KEYS_E5M2;
+    if (cache.value_format == CacheFormat::E5M2) needs |= VALUES_E5M2;
+#endif
+    return needs;
+}
+
+static __device__ __forceinline__ void init_queues() {
+    for (int stage = 0; stage < RING_STAGES; stage++) {
+        mbarrier_init(queues().full[stage], LOADER_THREADS);
+        mbarrier_init(queues().empty[stage], CONSUMER_WARPS);
     }
+    for (int i = 0; i < PIECES; i++) {
+        mbarrier_init(queues().piece_full[i], 1);
+        mbarrier_init(queues().piece_empty[i], THREADS / 32);
+    }
+    hopper::fence_mbarrier_init();
 }
 
 } // namespace decode_wgmma
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, decode_wgmma::CTAS_PER_SM)
 #if READS_CODES
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ CacheParameters cache) {
 #else
@@ -484,68 +461,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CacheParameters cache = {};
 #endif
     using namespace decode_wgmma;
-    Shared &shared = *(Shared *)dynamic_shared;
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    unsigned base = shared_address(dynamic_shared);
-    Worker w = {
-        params, cache, shared, base, 0, (int)(threadIdx.x & 31), group, warp, *(Tile *)(dynamic_shared + TILE_OFFSET)};
-    w.softmax.weight_powers = (float *)(dynamic_shared + WEIGHT_OFFSET) + group * ROWS;
-    w.ring = w.base + GROUP_OFFSET + w.group * GROUP_BYTES + 2 * PROBABILITY_BYTES;
-    float *states = (float *)(dynamic_shared + GROUP_OFFSET);
+    Shared &shared = *(Shared *)(dynamic_shared + FACTS_OFFSET);
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
+    unsigned base = uniform(shared_address(dynamic_shared));
+    if (threadIdx.x == 0) {
+        init_queues();
+        row_numbers().needs = needs_of(params, cache);
+    }
     touch_parameters(params);
-
-    // Ranges are in shared memory during the mainloop, to save registers.
-    const CtaRange &cta_range = shared.cta_range;
-    const TileRange &tile_range = shared.tile_range;
-    WorkCursor cursor;
-    long long at;
-    {
-        CtaRange found;
-        find_range(params, shared, found);
-        cursor = found.cursor, at = found.begin;
-        __syncthreads();
-        if (threadIdx.x == 0) shared.cta_range = found;
-        __syncthreads();
-    }
-#pragma unroll 1
-    while (at < cta_range.end) {
-        Tile tile;
-        tile.sequence = cursor.sequence;
-        if (is_scheduled(params) && cursor.sequence == shared.scheduled.range.cursor.sequence)
-            tile.seq = shared.scheduled.sequence;
+    find_range(params, shared);
+    if (warp >= CONSUMER_WARPS) {
+        if (SHARES_REGISTERS) hopper::setmaxnreg_dec<LOADER_REGISTERS>();
+        Loader loader = {params, cache, warp - CONSUMER_WARPS, lane};
+        loader.run(shared.cta_range, shared.scheduled);
+        // A CTA without work ends after the preceding kernel too: a kernel that waits for this one waits for both.
+        if (is_scheduled(params)) grid_dependency_wait();
+    } else {
+        if (SHARES_REGISTERS) hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
+        Consumer consumer = {params, cache, shared, base, warp, lane, (unsigned)uniform(row_numbers().needs)};
+        consumer.softmax.set(base, warp, lane);
+        constexpr unsigned I8_PER_TOKEN = KEYS_SCALED | VALUES_SCALED | KEYS_I8 | VALUES_I8;
+        if (!KeySide::IS_BYTES || consumer.needs == 0)
+            consumer.needs = 0, consumer.run();
+        else if (consumer.needs == I8_PER_TOKEN)
+            consumer.needs = I8_PER_TOKEN, consumer.run();
         else
-            tile.seq = load_work(params, cursor.sequence);
-        SequenceTiles tiles = sequence_tiles(params, tile.seq, cta_range.costs);
-        if (at >= cursor.before + tiles.work(params)) {
-            cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
-            if (!params.stream_k.work_total) cursor = find_sequence(params, cta_range.costs, cursor, at);
-            if (cursor.sequence >= params.batch) break;
-            continue;
-        }
-        int number = (int)divide(at - cursor.before, tiles.cost);
-        TileRange here;
-        here.start = cursor.before + number * tiles.cost;
-        here.keys_start = here.start + cta_range.costs.start;
-        here.end = here.start + tiles.cost;
-        w.select_tile(tile, number, tiles);
-        // Key units, counted from the first of the sequence.
-        int unit = (int)max(at - here.keys_start, 0ll),
-            last_unit = (int)max(min(cta_range.end, here.end) - here.keys_start, 0ll);
-        if (threadIdx.x == 0) shared.tile_range = here;
-        w.select_keys(tile, tiles.first_unit, unit, last_unit);
-        __syncthreads();
-        w.mainloop();
-        cp_async_wait<0>();
-        w.store_state(states);
-        __syncthreads();
-        bool starts_here = tile_range.start >= at, ends_here = tile_range.end <= cta_range.end;
-        store_rows(w, states, starts_here, ends_here);
-        at = min(cta_range.end, tile_range.end);
-        __syncthreads();
-        finish_tile(w, cta_range.work_per_cta, tile_range, starts_here, ends_here);
+            consumer.run();
     }
-    // A CTA without work ends after the preceding kernel too: a kernel that waits for this one waits for both.
-    if (is_scheduled(params)) grid_dependency_wait();
 }
 
 // The schedule of a step: the range that each CTA of `decode`, of the same grid, would compute by itself.
@@ -554,14 +496,45 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     write_schedule(params);
 }
 
-// Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
-// all possible tiles by TILE_ROWS / 8.
-extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ AttentionParameters params) {
+// Combines the parts of tiles that `decode` split over several CTAs. The grid is all possible tiles by groups of rows.
+// Each row of a CTA has some warps, which divide its parts.
+extern "C" __global__ void __launch_bounds__(decode_wgmma::COMBINE_WARPS * 32)
+    combine(const __grid_constant__ AttentionParameters params) {
+    using namespace decode_wgmma;
     launch_dependents();
-    SplitTile split = begin_combine(params, blockIdx.x, blockIdx.y * 8);
-    int row = blockIdx.y * 8 + threadIdx.x / 32;
-    if (row < split.rows && split.is_split())
-        combine_row<2 * STATES_PER_BATCH>(params, split.tile, row, threadIdx.x & 31, split.parts.first,
-                                          split.parts.last, element_out_type(params));
+    float (*states)[OUT_PITCH] = (float (*)[OUT_PITCH])dynamic_shared; // of warps
+    int rows = TILE_ROWS / gridDim.y, warps = COMBINE_WARPS / rows, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    SplitTile split = begin_combine(params, blockIdx.x, blockIdx.y * rows);
+    int row = blockIdx.y * rows + warp / warps, first = warp % warps;
+    float unit = unit_of(params);
+    bool present = row < split.rows && split.is_split();
+    PartialStates slot = {partial_state(params, split.parts.first, 1),
+                          params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
+    RowState state = empty_row();
+    if (present)
+        combine_states<2 * STATES_PER_BATCH>(
+            unit, state, (split.parts.last - split.parts.first + warps - first) / warps, lane,
+            [&](int k) {
+                const float *from = slot(first + k * warps);
+                return State{__ldcg(from + row), __ldcg(from + TILE_ROWS + row)};
+            },
+            [&](int k, int column) {
+                return __ldcg((const float4 *)(slot(first + k * warps) + 2 * TILE_ROWS + row * VALUE_DIM + column));
+            });
+    if (warps > 1) {
+        if (lane == 0) *(float2 *)&states[warp][VALUE_DIM] = make_float2(state.state.max, state.state.sum);
+#pragma unroll
+        for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+            if (has_column(lane, i)) *(float4 *)&states[warp][column_of(lane, i)] = state.out[i];
+        __syncthreads();
+        present &= first == 0;
+        state = empty_row();
+        if (present)
+            combine_states<COMBINE_WARPS>(
+                unit, state, warps, lane,
+                [&](int k) { return State{states[warp + k][VALUE_DIM], states[warp + k][VALUE_DIM + 1]}; },
+                [&](int k, int column) { return *(const float4 *)&states[warp + k][column]; });
+    }
+    if (present) store_row(params, split.tile, row, lane, state, element_out_type(params));
     end_combine(params, split);
 }

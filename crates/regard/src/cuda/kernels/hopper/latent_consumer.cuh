@@ -13,7 +13,7 @@ struct Consumer {
     int warp, lane; // warp within the warpgroup
 
     ChunkState chunks; // of the next K tile
-    PieceReader pieces;
+    PieceReader<PIECES> pieces;
 
     // Copies queries of the CTA's rows as wgmma reads them: a warp those of rows `index`, `index + QUERY_WARPS`, ...
     __device__ __forceinline__ void load_queries(const Tile &tile, int index) {

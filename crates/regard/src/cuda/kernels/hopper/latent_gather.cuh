@@ -196,7 +196,7 @@ struct Gatherer : KeyLoader {
         grid_dependency_wait();
         ChunkState chunks;
         PipelineState<REST_STAGES> rest;
-        PieceReader pieces;
+        PieceReader<PIECES> pieces;
         unsigned addresses_phase = 0;
 #pragma unroll 1
         for (;;) {
@@ -222,7 +222,7 @@ struct Gatherer : KeyLoader {
     }
 
     // As the scheduler warp.
-    __device__ __forceinline__ void run_scheduler(const WorkIterator &work) const {
+    __device__ __forceinline__ void run_scheduler(const WorkIterator<KEYS, false> &work) const {
         PipelineState<REST_STAGES> rest;
         unsigned addresses_phase = 0;
         latent::run_scheduler(shared, work, lane,

@@ -29,81 +29,9 @@ static __device__ __forceinline__ void touch_list(const AttentionParameters &par
 }
 #endif
 
-// The pieces of work of a CTA, one after another.
-struct WorkIterator {
-    const AttentionParameters &params;
-    CtaRange range;
-    SequenceInfo first;  // of the range's cursor
-    bool knows_sequence; // whether `first` is that of the cursor
-
-    __device__ __forceinline__ bool next(Piece &piece) {
-        WorkCursor &cursor = range.cursor;
-        Tile &tile = piece.tile;
-        while (range.begin < range.end) {
-            tile.sequence = cursor.sequence;
-            tile.seq = knows_sequence ? first : load_work(params, cursor.sequence);
-            knows_sequence = false;
-#if LISTS
-            tile.sequence = tile.seq.sequence;
-#endif
-            SequenceTiles tiles = sequence_tiles(params, tile.seq, range.costs);
-            long long work = tiles.work(params);
-            if (range.begin >= cursor.before + work) {
-                cursor = {cursor.sequence + 1, cursor.before + work};
-                if (!params.stream_k.work_total) cursor = find_sequence(params, range.costs, cursor, range.begin);
-                if (cursor.sequence >= params.batch) return false;
-                continue;
-            }
-            int number = (int)divide(range.begin - cursor.before, tiles.cost);
-            tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
-            tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
-            tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
-            int first_token = tile.first_row / params.group,
-                last_token = (tile.first_row + tile.rows - 1) / params.group;
-            tile.any_start = visible_start(params, tile.seq, first_token);
-            tile.every_start = visible_start(params, tile.seq, last_token);
-            tile.every_end = visible_end(params, tile.seq, first_token);
-            tile.any_end = visible_end(params, tile.seq, last_token);
-#if LISTS
-            set_list(params, tile);
-#endif
-            long long start = cursor.before + number * tiles.cost, keys_start = start + range.costs.start,
-                      end = start + tiles.cost;
-            piece.starts_here = start >= range.begin;
-            piece.ends_here = end <= range.end;
-            piece.first_part = piece.starts_here ? (int)part_index() : (int)divide(start, range.work_per_cta);
-            piece.last_part = piece.ends_here ? (int)part_index() : (int)divide(end - 1, range.work_per_cta);
-            long long until = min(range.end, end);
-            int unit = tiles.first_unit + (int)max(range.begin - keys_start, 0ll),
-                last_unit = tiles.first_unit + (int)max(until - keys_start, 0ll);
-            piece.key_start = max(tile.any_start, unit * KEYS);
-            piece.key_end = (int)min((long long)tile.any_end, (long long)last_unit * KEYS);
-            if (piece.key_end <= piece.key_start) piece.key_start = piece.key_end = 0;
-            range.begin = until;
-            return true;
-        }
-        return false;
-    }
-};
-
-// Asks for a tile's queries ahead of its keys, behind which they would wait for memory. A warp calls this.
-static __device__ __forceinline__ void prefetch_queries(const AttentionParameters &params, const Tile &tile, int lane) {
-    constexpr int LINES = HEAD_DIM * 2 / 128; // of a row
-    int rows = min(ROWS, tile.rows - first_row_of_cta());
-#pragma unroll 1
-    for (int i = lane; i < rows * LINES; i += 32) {
-        int head, token, row = i / LINES;
-        tile.find_row(params, first_row_of_cta() + row, head, token);
-        const RowStrides &strides = params.query.strides;
-        long long at =
-            tile.sequence * strides.batch + (long long)(tile.seq.q_start + token) * strides.token + head * strides.head;
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(params.query.pointer + at * 2 + (i - row * LINES) * 128));
-    }
-}
-
 // The scheduler warp: hands the pieces to loaders and consumers. `load(piece)`: what it loads of them itself.
-template <class Load>
-static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterator work, int lane, Load load) {
+template <class Load> static __device__ __forceinline__ void
+run_scheduler(Shared &shared, WorkIterator<KEYS, false> work, int lane, Load load) {
     PipelineState<PIECES> slot;
     Piece piece;
 #pragma unroll 1
@@ -123,7 +51,7 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
         const Piece &handed = shared.pieces[slot.index];
         slot.advance();
         if (!piece.more) break;
-        prefetch_queries(work.params, piece.tile, lane);
+        prefetch_queries<ROWS>(work.params, piece.tile, first_row_of_cta(), lane);
 #if LISTS
         grid_dependency_wait();
         touch_list(work.params, piece, lane);
@@ -202,7 +130,7 @@ struct Loader {
         if (!waits) grid_dependency_wait();
         ChunkState chunks;
         PipelineState<REST_STAGES> rest;
-        PieceReader pieces;
+        PieceReader<PIECES> pieces;
 #pragma unroll 1
         for (;;) {
             const Piece &piece = pieces.wait(shared);

@@ -8,8 +8,8 @@
 #include "decode/decode_combine_entry.cuh"
 #include "decode/decode_schedule.cuh"
 #include "decode/stream_k.cuh"
-#include "hopper/pipeline.cuh"
 #include "hopper/wgmma.cuh"
+#include "hopper/work_pieces.cuh"
 
 namespace latent {
 
@@ -99,19 +99,7 @@ constexpr int LOADED_ARRIVALS = LISTS && !RECORDS ? 32 : 1, REST_ARRIVALS = LIST
               RELEASE_ARRIVALS = RECORDS ? 2 + 4 * VALUE_WARPGROUPS : 4 * (MULTICAST ? CTAS_PER_TILE : 1);
 static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
-// A piece of work: a tile over a range of keys.
-struct Piece {
-    bool more; // false: there are no more pieces
-    Tile tile;
-    int key_start, key_end;
-    bool starts_here, ends_here; // whether this CTA has the tile's first key, and its last
-    int first_part, last_part;   // the CTAs that have parts of the tile, divided by CTAS_PER_TILE
-
-    __device__ __forceinline__ int first_tile() const { return key_start / KEYS; }
-    // One past the last K tile; `first_tile` if there are no keys.
-    __device__ __forceinline__ int end_tile() const { return (key_end + KEYS - 1) / KEYS; }
-    __device__ __forceinline__ bool is_whole() const { return starts_here && ends_here; }
-};
+typedef WorkPiece<KEYS> Piece;
 constexpr int PIECES = 2; // on their way from the scheduler to loaders and consumers
 
 struct Shared {
@@ -242,21 +230,6 @@ static __device__ __forceinline__ void arrive_at_all(unsigned long long &barrier
         hopper::mbarrier_arrive(shared_address(&barrier));
     }
 }
-
-// A warp's position in the queue of pieces.
-struct PieceReader {
-    PipelineState<PIECES> slot;
-
-    __device__ __forceinline__ const Piece &wait(const Shared &shared) const {
-        hopper::mbarrier_wait(shared_address(&shared.piece_full[slot.index]), slot.phase);
-        return shared.pieces[slot.index];
-    }
-    __device__ __forceinline__ void release(Shared &shared, int lane) {
-        __syncwarp();
-        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.piece_empty[slot.index]));
-        slot.advance();
-    }
-};
 
 // Whether `combine` waits for the parts of tiles. Else the CTA that is the last to finish a part of a tile combines
 // them.

@@ -67,7 +67,7 @@ struct RecordLoader : KeyLoader {
         // If the lengths are scheduled, the page table is not written by the preceding kernel either.
         bool waits = LISTS || !is_scheduled(params);
         if (waits) grid_dependency_wait();
-        PieceReader pieces;
+        PieceReader<PIECES> pieces;
         PipelineState<CHUNKS> stage;
         int turn = 0;
 #pragma unroll 1
