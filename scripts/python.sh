@@ -37,7 +37,7 @@ fi
 export CARGO_TARGET_DIR="$folder/build"
 (cd $crate && cargo fmt --check)
 rm -rf "$wheels"
-"$folder/env/bin/maturin" build --quiet --release --manifest-path $crate/Cargo.toml --interpreter "$python" --out "$wheels"
+"$folder/env/bin/maturin" build --quiet --release --compression-level 9 --manifest-path $crate/Cargo.toml --interpreter "$python" --out "$wheels"
 (cd $crate && cargo clippy --quiet --release --all-targets -- -D warnings)
 wheel=$(echo "$wheels"/*.whl)
 bytes=$(stat -c %s "$wheel")
