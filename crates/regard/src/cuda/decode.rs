@@ -349,13 +349,13 @@ impl DecodeGrid {
 /// that CTA would work while the rest of the GPU is done. (In a ragged batch the tiles' numbers
 /// depend on lengths; batch-invariant partial states are combined in an order of their own.)
 fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Combine> {
-    let combines = kernel.tile_rows > COMBINE_WARPS
+    let ctas_per_tile = kernel.tile_rows / COMBINE_WARPS; // a warp per row
+    let combines = ctas_per_tile > 1
         && kernel.cache != Cache::Any
         && problem.key_lists.is_none()
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;
-    let ctas_per_tile = kernel.tile_rows / COMBINE_WARPS;
     combines.then(|| combine(kernel.module, grid.tiles, ctas_per_tile, grid.partials_end))
 }
 
