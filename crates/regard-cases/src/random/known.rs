@@ -4,7 +4,7 @@
 
 use crate::contents::{Contents, Numbers, Sinks, Slopes};
 use crate::place::MemorySpec;
-use crate::spec::{Keys, OffsetSpec, Spec};
+use crate::spec::{CacheSpec, Entries, Keys, ListSpec, OffsetSpec, Spec};
 use regard::{DType, Window};
 
 /// The compositions.
@@ -50,6 +50,19 @@ pub fn known() -> Vec<Spec> {
     let contents = Contents { q: Numbers::Scaled(3.0), ..Contents::default() };
     let one = spec("sinks-above-stale-maxima", DType::BF16, (8, 8), (129, 300)).heads(256, 1);
     specs.push(Spec { sinks: true, sink_kind: Sinks::Large, contents, ..one });
+    // Keys in blocks under queries with an outlier: a matrix unit truncated products with codes in
+    // the lowest bits of a number.
+    let contents = Contents { q: Numbers::Outliers, k: Numbers::Positive, ..Contents::default() };
+    for format in [DType::Q8_0, DType::Q4_0] {
+        let one = spec(&format!("outliers-in-queries-over-{format}"), DType::F16, (32, 1), (3, 3));
+        let cache = CacheSpec { k: Some(format), ..CacheSpec::default() };
+        specs.push(Spec { scale: Some(-0.3), contents, cache, ..one.heads(64, 64) });
+    }
+    // A few keys, listed again and again: sums of equal numbers, whose rounding errors add up.
+    let contents = Contents { k: Numbers::Constant(0.0), ..Contents::default() };
+    let lists = Some(ListSpec::new(1025, Entries::Any));
+    let one = spec("keys-listed-often", DType::F32, (257, 5), (8, 5)).heads(8, 8);
+    specs.push(Spec { contents, lists, ..one });
     // Rows of a chunk under a window: the warps that share a key depended on the start of the
     // chunk.
     let chunks = [

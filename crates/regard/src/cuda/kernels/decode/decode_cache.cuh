@@ -11,14 +11,13 @@
 // + 1, 2t + 8 and 2t + 9.
 static __device__ __forceinline__ int dim_of_slot(int slot) {
     int step = slot >> 4, quad_lane = (slot & 7) >> 1;
-    int code = (slot & 1) + 2 * ((slot >> 3) & 1); // in the lane's word
-    if (KeySide::IS_BYTES) return 16 * step + 4 * quad_lane + code;
-    // Codes of the first block of a pair start at half a word: lanes are two codes ahead.
-    int block = step >> 1, ahead = block & 1 ? 0 : 2;
-    if (KeySide::IS_Q8_0) return 32 * block + ((16 * (step & 1) + 4 * quad_lane + code + ahead) & 31);
-    // A byte has two nibbles, and bytes 0 and 2 are converted together.
-    int byte = 2 * (slot & 1) + ((slot >> 3) & 1);
-    return 32 * block + 16 * (step & 1) + ((4 * quad_lane + byte + ahead) & 15);
+    int low = slot & 1, high = slot >> 3 & 1;
+    if (KeySide::IS_BYTES) return 16 * step + 4 * quad_lane + low + 2 * high;
+    // Bytes 0 and 2 of a lane's word are converted together. Codes of the first block of a pair start at half a word:
+    // lanes are two codes ahead.
+    int block = step >> 1, ahead = block & 1 ? 0 : 2, byte = 4 * quad_lane + 2 * low + high + ahead;
+    if (KeySide::IS_Q8_0) return 32 * block + ((16 * (step & 1) + byte) & 31);
+    return 32 * block + 16 * (step & 1) + (byte & 15); // a byte has two nibbles
 }
 
 // Whether codes of keys in blocks become exact operands: where an MMA more per row tile would cost more than that, and

@@ -7,8 +7,8 @@
 // Codes of blocks are made unsigned and put into lower bits of an f16, which makes them subnormal numbers, and the MMAs
 // take off what was added to the codes. Tensor cores align products by the exponents of their factors, where subnormal
 // numbers have 2^-14 as the smallest normal one has: products of small ones lose bits. So scores from codes in the
-// lowest bits have errors up to 2^-15 of the query's largest element per dim, in units of a code. That is little beside
-// the codes of q8_0, and too much beside those of q4_0, which are moved up by KEY_SHIFT bits in keys.
+// lowest bits would have errors up to 2^-15 of the query's largest element per dim, in units of a code, which is too
+// much where other dims decide a score. Codes of keys are moved up by KEY_SHIFT bits.
 //
 // Scales of keys multiply scores, scales of values probabilities. Products of probabilities and scales are brought into
 // f16's range by a power of two per row and K tile, and sums of a K tile are added to the output in f32. So for any
@@ -50,26 +50,18 @@ template <class Side, int SHIFT> struct BlockOperands {
         }
     }
 
-    template <class Other> __device__ __forceinline__ void copy(const Other &other) {
-#pragma unroll
-        for (int part = 0; part < (Side::IS_Q8_0 ? 1 : 2); part++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) zeros[part][i] = other.zeros[part][i];
-    }
-
     __device__ __forceinline__ void subtract_zeros(float (&sum)[4], int part, unsigned b0, unsigned b1) const {
         Half::mma(sum, zeros[Side::IS_Q8_0 ? 0 : part], b0, b1);
     }
 
-    // Codes of q8_0 as the pairs (0, 1) and (2, 3).
-    static __device__ __forceinline__ void pairs(unsigned codes, unsigned &first, unsigned &second) {
-        codes ^= 0x80808080;
-        first = __byte_perm(codes, 0, 0x4140);
-        second = __byte_perm(codes, 0, 0x4342);
+    // Codes of q8_0, of bytes (0, 2) and (1, 3).
+    static __device__ __forceinline__ void to_even_odd(unsigned codes, unsigned &even, unsigned &odd) {
+        even = ((codes << SHIFT) & 0x00ff00ff << SHIFT) ^ 0x00800080 << SHIFT;
+        odd = ((codes >> (8 - SHIFT)) & 0x00ff00ff << SHIFT) ^ 0x00800080 << SHIFT;
     }
 
     // Nibbles of bytes (0, 2) and (1, 3).
-    static __device__ __forceinline__ void pairs(unsigned codes, unsigned (&lower)[2], unsigned (&upper)[2]) {
+    static __device__ __forceinline__ void to_even_odd(unsigned codes, unsigned (&lower)[2], unsigned (&upper)[2]) {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             unsigned moved = odd ? codes >> (8 - SHIFT) : codes << SHIFT;
@@ -82,8 +74,8 @@ template <class Side, int SHIFT> struct BlockOperands {
 // Whether codes of values in blocks become exact operands: an MMA more per row tile would cost more than that.
 constexpr bool EXACT_VALUES = MMA_ROW_TILES > 1;
 
-// The most by which a nibble is still in the bits of an f16 whose numbers are equally far apart, the lowest 11.
-constexpr int KEY_SHIFT = KeySide::IS_Q8_0 ? 0 : 3;
+// The most by which a byte is still in the bits of an f16 whose numbers are equally far apart, the lowest 11.
+constexpr int KEY_SHIFT = 3;
 typedef BlockOperands<KeySide, KEY_SHIFT> KeyBlocks;
 typedef BlockOperands<ValueSide, 0> ValueBlocks;
 
@@ -249,28 +241,46 @@ struct CodeKeys : QueryFragments {
 #pragma unroll
                 for (int step = 0; step < 2; step++)
                     if constexpr (IS_EXACT)
-                        Codes<CacheFormat::I8>::to_f16(codes[half][step], a[step][half], a[step][2 + half]);
+                        Codes<CacheFormat::I8>::to_f16_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
                     else
-                        KeyBlocks::pairs(codes[half][step], a[step][half], a[step][2 + half]);
+                        KeyBlocks::to_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
             } else {
                 unsigned lower[2], upper[2];
                 if constexpr (IS_EXACT)
                     Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
                 else
-                    KeyBlocks::pairs(codes[half][0], lower, upper);
+                    KeyBlocks::to_even_odd(codes[half][0], lower, upper);
                 a[0][half] = lower[0], a[0][2 + half] = lower[1];
                 a[1][half] = upper[0], a[1][2 + half] = upper[1];
             }
         }
     }
 
-    // Blocks come in pairs: the first has its scale in the lower half of a word and its codes from the upper half on,
-    // the second has them in an upper half and from a word on. The last lane of the first has the end of its codes and,
-    // from the first word, their start.
-    template <bool IS_EXACT> __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
-        constexpr int CODES = KeySide::BLOCK_BYTES - 2;
-        int row = lane >> 2, word = 4 * (lane & 3);
+    // The words that the scales of a pair of blocks are in: in the lower half, and in the upper half.
+    struct BlockScales {
+        unsigned first, second;
+    };
+
+    // Loads this lane's codes of a pair of blocks, from `at` on: its words of both, of key `half`. The first block has
+    // its scale in the lower half of a word and its codes from the upper half on, the second has them in an upper half
+    // and from a word on. The last lane of the first has the end of its codes and, from the first word, their start.
+    static __device__ __forceinline__ BlockScales load_pair(unsigned (&codes)[2][2][2], int half, unsigned at,
+                                                            int lane) {
+        constexpr int CODES = KeySide::BLOCK_BYTES - 2, LAST = CODES / 16 - 1;
+        int word = 4 * (lane & 3);
         unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210;
+        unsigned start = ld_shared_word(at), middle = ld_shared_word(at + CODES);
+        if (LAST == 1) {
+            codes[0][half][0] = ld_shared_word(at + 4 + word);
+            codes[1][half][0] = ld_shared_word(at + 4 + CODES + word);
+        }
+        codes[0][half][LAST] = __byte_perm(ld_shared_word(at + 4 + 16 * LAST + word), start, wrap);
+        codes[1][half][LAST] = ld_shared_word(at + 4 + CODES + 16 * LAST + word);
+        return {start, middle};
+    }
+
+    template <bool IS_EXACT> __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
+        int row = lane >> 2;
         unsigned from = keys + row * KEY_PITCH + view.shift<KeySide>(row);
 #pragma unroll
         for (int pair = 0; pair < HEAD_DIM / 64; pair++) {
@@ -292,16 +302,9 @@ struct CodeKeys : QueryFragments {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     unsigned at = from + (16 * k + 8 * half) * KEY_PITCH + pair * 2 * KeySide::BLOCK_BYTES;
-                    unsigned start = ld_shared_word(at), middle = ld_shared_word(at + CODES);
-                    scales[0][half] = block_scale(start);
-                    scales[1][half] = block_scale(middle >> 16);
-                    constexpr int LAST = CODES / 16 - 1;
-                    if (LAST == 1) {
-                        codes[0][half][0] = ld_shared_word(at + 4 + word);
-                        codes[1][half][0] = ld_shared_word(at + 4 + CODES + word);
-                    }
-                    codes[0][half][LAST] = __byte_perm(ld_shared_word(at + 4 + 16 * LAST + word), start, wrap);
-                    codes[1][half][LAST] = ld_shared_word(at + 4 + CODES + 16 * LAST + word);
+                    BlockScales words = load_pair(codes, half, at, lane);
+                    scales[0][half] = block_scale(words.first);
+                    scales[1][half] = block_scale(words.second >> 16);
                 }
 #pragma unroll
                 for (int block = 0; block < 2; block++) {
@@ -438,21 +441,21 @@ struct CodeValues {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (ValueSide::IS_Q8_0) {
-                unsigned first = __byte_perm(codes[half][0], codes[half][1], 0x5140),
-                         second = __byte_perm(codes[half][0], codes[half][1], 0x7362);
+                unsigned first = __byte_perm(codes[half][0], codes[half][1], 0x5410),
+                         second = __byte_perm(codes[half][0], codes[half][1], 0x7632);
                 if constexpr (IS_EXACT) {
-                    Codes<CacheFormat::I8>::to_f16(first, a[0][2 * half], a[0][2 * half + 1]);
-                    Codes<CacheFormat::I8>::to_f16(second, a[1][2 * half], a[1][2 * half + 1]);
+                    Codes<CacheFormat::I8>::to_f16_even_odd(first, a[0][2 * half], a[0][2 * half + 1]);
+                    Codes<CacheFormat::I8>::to_f16_even_odd(second, a[1][2 * half], a[1][2 * half + 1]);
                 } else {
-                    ValueBlocks::pairs(first, a[0][2 * half], a[0][2 * half + 1]);
-                    ValueBlocks::pairs(second, a[1][2 * half], a[1][2 * half + 1]);
+                    ValueBlocks::to_even_odd(first, a[0][2 * half], a[0][2 * half + 1]);
+                    ValueBlocks::to_even_odd(second, a[1][2 * half], a[1][2 * half + 1]);
                 }
             } else {
                 unsigned lower[2], upper[2], nibbles = __byte_perm(codes[half][0], codes[half][1], 0x5410);
                 if constexpr (IS_EXACT)
                     Codes<CacheFormat::Q4_0>::to_f16_even_odd(nibbles, lower, upper);
                 else
-                    ValueBlocks::pairs(nibbles, lower, upper);
+                    ValueBlocks::to_even_odd(nibbles, lower, upper);
                 a[0][2 * half] = lower[0], a[0][2 * half + 1] = lower[1];
                 a[1][2 * half] = upper[0], a[1][2 * half + 1] = upper[1];
             }

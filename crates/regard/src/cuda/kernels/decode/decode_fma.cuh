@@ -56,9 +56,10 @@ struct FmaKeys {
 struct FmaValues {
     int lane;
 
-    // `first`: this warp's first value dim.
+    // Adds the sums of a K tile, for the reason that `mma_qk` gives. `first`: this warp's first value dim.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned,
                                            int first) const {
+        Outputs part = {};
         int at = first * ELEMENT_BYTES + (lane >> 2) * 16;
 #pragma unroll
         for (int k = 0; k < MMA_KEY_TILES; k++)
@@ -80,13 +81,19 @@ struct FmaValues {
                         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                             for (int r = 0; r < 2; r++) {
-                                out[v][n][r] = fmaf(x.x, weight[n][r], out[v][n][r]);
-                                out[v][n][2 + r] = fmaf(x.y, weight[n][r], out[v][n][2 + r]);
-                                out[v + 1][n][r] = fmaf(x.z, weight[n][r], out[v + 1][n][r]);
-                                out[v + 1][n][2 + r] = fmaf(x.w, weight[n][r], out[v + 1][n][2 + r]);
+                                part[v][n][r] = fmaf(x.x, weight[n][r], part[v][n][r]);
+                                part[v][n][2 + r] = fmaf(x.y, weight[n][r], part[v][n][2 + r]);
+                                part[v + 1][n][r] = fmaf(x.z, weight[n][r], part[v + 1][n][r]);
+                                part[v + 1][n][2 + r] = fmaf(x.w, weight[n][r], part[v + 1][n][2 + r]);
                             }
                     }
                 }
+#pragma unroll
+        for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) out[v][n][e] += part[v][n][e];
     }
 
     // The value dim, counted from this warp's first, of output element [tile][.][element]: four contiguous dims per

@@ -40,13 +40,10 @@ struct Products {
 };
 
 #if READS_CODES
-// Sets the operands that products with blocks share, through 128 bytes of shared memory at `room`.
+// Sets the operands of products with blocks, through 128 bytes of shared memory at `room`.
 template <class Keys, class Values>
 static __device__ __forceinline__ void set_block_operands(Keys &keys, Values &values, unsigned room, int lane) {
     if constexpr (KeySide::HAS_BLOCKS) keys.blocks.set(room, lane);
-    if constexpr (ValueSide::IS_Q8_0 && KeySide::IS_Q8_0)
-        values.blocks.copy(keys.blocks);
-    else if constexpr (ValueSide::HAS_BLOCKS)
-        values.blocks.set(room + 64, lane);
+    if constexpr (ValueSide::HAS_BLOCKS) values.blocks.set(room + 64, lane);
 }
 #endif

@@ -92,23 +92,13 @@ struct BlockKeys {
         }
     }
 
-    // Words are as `CodeKeys::qk_blocks` reads them.
     __device__ __forceinline__ void load_pair(unsigned keys, int pair, int lane) {
-        constexpr int CODES = KeySide::BLOCK_BYTES - 2, LAST = CODES / 16 - 1;
-        int word = 4 * (lane & 3);
-        unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210;
         unsigned words[2][2][2]; // of the pair, the two keys, the words of a lane
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             unsigned at = keys + first + 8 * half * KEY_PITCH + pair * 2 * KeySide::BLOCK_BYTES;
-            unsigned start = ld_shared_word(at), middle = ld_shared_word(at + CODES);
-            scales[pair % 2][half] = __byte_perm(start, middle, 0x7610);
-            if (LAST == 1) {
-                words[0][half][0] = ld_shared_word(at + 4 + word);
-                words[1][half][0] = ld_shared_word(at + 4 + CODES + word);
-            }
-            words[0][half][LAST] = __byte_perm(ld_shared_word(at + 4 + 16 * LAST + word), start, wrap);
-            words[1][half][LAST] = ld_shared_word(at + 4 + CODES + 16 * LAST + word);
+            CodeKeys::BlockScales found = CodeKeys::load_pair(words, half, at, lane);
+            scales[pair % 2][half] = __byte_perm(found.first, found.second, 0x7610);
         }
 #pragma unroll
         for (int block = 0; block < 2; block++) CodeKeys::block_operands<true>(codes[pair % 2][block], words[block]);
