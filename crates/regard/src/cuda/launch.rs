@@ -217,7 +217,10 @@ pub(super) fn choose_decode<'a>(
     let hopper = hopper.and_then(|hopper| {
         if !hopper.cache.is_latent() {
             let reads_rows = match hopper.tile_heads {
-                1 => decode_load_kind(problem, inputs, hopper) == LoadKind::PageAligned16,
+                1 => {
+                    decode_load_kind(problem, inputs, hopper) == LoadKind::PageAligned16
+                        && reads_16_bytes(&inputs.q)
+                }
                 _ => [&inputs.k, &inputs.v].into_iter().all(reads_joined_rows),
             };
             return reads_rows.then_some((hopper, None));

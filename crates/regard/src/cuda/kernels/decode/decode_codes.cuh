@@ -54,14 +54,14 @@ template <class Side, int SHIFT> struct BlockOperands {
         Half::mma(sum, zeros[Side::IS_Q8_0 ? 0 : part], b0, b1);
     }
 
-    // Codes of q8_0, of bytes (0, 2) and (1, 3).
-    static __device__ __forceinline__ void to_even_odd(unsigned codes, unsigned &even, unsigned &odd) {
-        even = ((codes << SHIFT) & 0x00ff00ff << SHIFT) ^ 0x00800080 << SHIFT;
-        odd = ((codes >> (8 - SHIFT)) & 0x00ff00ff << SHIFT) ^ 0x00800080 << SHIFT;
+    // Codes of q8_0, of bytes (0, 2) and (1, 3). The bits to flip are those of `zeros`, in a register.
+    __device__ __forceinline__ void to_even_odd(unsigned codes, unsigned &even, unsigned &odd) const {
+        even = ((codes << SHIFT) ^ zeros[0][0]) & 0x00ff00ff << SHIFT;
+        odd = ((codes >> (8 - SHIFT)) ^ zeros[0][0]) & 0x00ff00ff << SHIFT;
     }
 
     // Nibbles of bytes (0, 2) and (1, 3).
-    static __device__ __forceinline__ void to_even_odd(unsigned codes, unsigned (&lower)[2], unsigned (&upper)[2]) {
+    __device__ __forceinline__ void to_even_odd(unsigned codes, unsigned (&lower)[2], unsigned (&upper)[2]) const {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             unsigned moved = odd ? codes >> (8 - SHIFT) : codes << SHIFT;
@@ -233,8 +233,8 @@ struct CodeKeys : QueryFragments {
 
     // A block's codes of two keys (rows lane / 4 and 8 further) as operand A of two steps: as they are, or as
     // BlockOperands has them.
-    template <bool IS_EXACT>
-    static __device__ __forceinline__ void block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2]) {
+    template <bool IS_EXACT> static __device__ __forceinline__ void
+    block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2], const KeyBlocks &blocks) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (KeySide::IS_Q8_0) {
@@ -243,13 +243,13 @@ struct CodeKeys : QueryFragments {
                     if constexpr (IS_EXACT)
                         Codes<CacheFormat::I8>::to_f16_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
                     else
-                        KeyBlocks::to_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
+                        blocks.to_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
             } else {
                 unsigned lower[2], upper[2];
                 if constexpr (IS_EXACT)
                     Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
                 else
-                    KeyBlocks::to_even_odd(codes[half][0], lower, upper);
+                    blocks.to_even_odd(codes[half][0], lower, upper);
                 a[0][half] = lower[0], a[0][2 + half] = lower[1];
                 a[1][half] = upper[0], a[1][2 + half] = upper[1];
             }
@@ -309,7 +309,7 @@ struct CodeKeys : QueryFragments {
 #pragma unroll
                 for (int block = 0; block < 2; block++) {
                     unsigned a[2][4];
-                    block_operands<IS_EXACT>(a, codes[block]);
+                    block_operands<IS_EXACT>(a, codes[block], blocks);
 #pragma unroll
                     for (int n = 0; n < MMA_ROW_TILES; n++) {
                         float part[4];
@@ -447,15 +447,15 @@ struct CodeValues {
                     Codes<CacheFormat::I8>::to_f16_even_odd(first, a[0][2 * half], a[0][2 * half + 1]);
                     Codes<CacheFormat::I8>::to_f16_even_odd(second, a[1][2 * half], a[1][2 * half + 1]);
                 } else {
-                    ValueBlocks::to_even_odd(first, a[0][2 * half], a[0][2 * half + 1]);
-                    ValueBlocks::to_even_odd(second, a[1][2 * half], a[1][2 * half + 1]);
+                    blocks.to_even_odd(first, a[0][2 * half], a[0][2 * half + 1]);
+                    blocks.to_even_odd(second, a[1][2 * half], a[1][2 * half + 1]);
                 }
             } else {
                 unsigned lower[2], upper[2], nibbles = __byte_perm(codes[half][0], codes[half][1], 0x5410);
                 if constexpr (IS_EXACT)
                     Codes<CacheFormat::Q4_0>::to_f16_even_odd(nibbles, lower, upper);
                 else
-                    ValueBlocks::to_even_odd(nibbles, lower, upper);
+                    blocks.to_even_odd(nibbles, lower, upper);
                 a[0][2 * half] = lower[0], a[0][2 * half + 1] = lower[1];
                 a[1][2 * half] = upper[0], a[1][2 * half + 1] = upper[1];
             }

@@ -56,44 +56,51 @@ struct FmaKeys {
 struct FmaValues {
     int lane;
 
+    // Tiles of value dims whose sums of a K tile are in registers beside the outputs.
+    static constexpr int AT_ONCE = MMA_VALUE_TILES <= 8 ? MMA_VALUE_TILES : MMA_VALUE_TILES % 8 == 0 ? 8 : 6;
+    static_assert(MMA_VALUE_TILES % AT_ONCE == 0, "whole groups");
+
     // Adds the sums of a K tile, for the reason that `mma_qk` gives. `first`: this warp's first value dim.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned,
                                            int first) const {
-        Outputs part = {};
-        int at = first * ELEMENT_BYTES + (lane >> 2) * 16;
 #pragma unroll
-        for (int k = 0; k < MMA_KEY_TILES; k++)
+        for (int tile = 0; tile < MMA_VALUE_TILES; tile += AT_ONCE) {
+            float part[AT_ONCE][MMA_ROW_TILES][4] = {};
+            int at = (first + tile * 16) * ELEMENT_BYTES + (lane >> 2) * 16;
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+            for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
 #pragma unroll 2
-                for (int key = 0; key < 8; key++) {
-                    // The lanes 4 key .. 4 key + 3 hold key `key` of this half, two rows each.
-                    float weight[MMA_ROW_TILES][2];
-#pragma unroll
-                    for (int n = 0; n < MMA_ROW_TILES; n++)
-#pragma unroll
-                        for (int r = 0; r < 2; r++)
-                            weight[n][r] = __shfl_sync(~0u, probs[k][n][2 * half + r], key * 4 + (lane & 3));
-#pragma unroll
-                    for (int v = 0; v < MMA_VALUE_TILES; v += 2) {
-                        float4 x = load_four(swizzle(values, 16 * k + 8 * half + key, VALUE_PITCH, at + v * 64));
+                    for (int key = 0; key < 8; key++) {
+                        // The lanes 4 key .. 4 key + 3 hold key `key` of this half, two rows each.
+                        float weight[MMA_ROW_TILES][2];
 #pragma unroll
                         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
-                            for (int r = 0; r < 2; r++) {
-                                part[v][n][r] = fmaf(x.x, weight[n][r], part[v][n][r]);
-                                part[v][n][2 + r] = fmaf(x.y, weight[n][r], part[v][n][2 + r]);
-                                part[v + 1][n][r] = fmaf(x.z, weight[n][r], part[v + 1][n][r]);
-                                part[v + 1][n][2 + r] = fmaf(x.w, weight[n][r], part[v + 1][n][2 + r]);
-                            }
+                            for (int r = 0; r < 2; r++)
+                                weight[n][r] = __shfl_sync(~0u, probs[k][n][2 * half + r], key * 4 + (lane & 3));
+#pragma unroll
+                        for (int v = 0; v < AT_ONCE; v += 2) {
+                            float4 x = load_four(swizzle(values, 16 * k + 8 * half + key, VALUE_PITCH, at + v * 64));
+#pragma unroll
+                            for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                                for (int r = 0; r < 2; r++) {
+                                    part[v][n][r] = fmaf(x.x, weight[n][r], part[v][n][r]);
+                                    part[v][n][2 + r] = fmaf(x.y, weight[n][r], part[v][n][2 + r]);
+                                    part[v + 1][n][r] = fmaf(x.z, weight[n][r], part[v + 1][n][r]);
+                                    part[v + 1][n][2 + r] = fmaf(x.w, weight[n][r], part[v + 1][n][2 + r]);
+                                }
+                        }
                     }
-                }
 #pragma unroll
-        for (int v = 0; v < MMA_VALUE_TILES; v++)
+            for (int v = 0; v < AT_ONCE; v++)
 #pragma unroll
-            for (int n = 0; n < MMA_ROW_TILES; n++)
+                for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) out[v][n][e] += part[v][n][e];
+                    for (int e = 0; e < 4; e++) out[tile + v][n][e] += part[v][n][e];
+        }
     }
 
     // The value dim, counted from this warp's first, of output element [tile][.][element]: four contiguous dims per

@@ -54,7 +54,7 @@ constexpr int PIECES = 2; // on their way from a loader to the other warps
 struct Queues {
     unsigned long long full[RING_STAGES], empty[RING_STAGES];
     unsigned long long piece_full[PIECES], piece_empty[PIECES];
-    Piece pieces[PIECES];
+    Piece pieces[PIECES + 1]; // the last: of the rehearsal
     CopiedRows rows[PIECES];
     unsigned loader_places[LOADER_THREADS / 32][2]; // in the ring, between pieces, of which finding one takes registers
 };
@@ -89,6 +89,7 @@ struct Rows {
     float weight_powers[ROWS]; // that bring weights into f16's range, if values are scaled
     float exchange[CONSUMER_WARPS][ROWS];
     unsigned needs; // of keys and values: bits
+    bool rehearses; // see `init_rehearsal`
 
     __device__ __forceinline__ float &scale(int row) { return pairs[row / 2].scale[row % 2]; }
     __device__ __forceinline__ float &reference(int row) { return pairs[row / 2].reference[row % 2]; }

@@ -56,6 +56,10 @@ struct Consumer {
 
     static constexpr int WARP_ROWS = ROWS / CONSUMER_WARPS;
 
+    // Keeps the compiler from computing what depends on the lane ahead, for all pieces: between a piece and its queries
+    // that would be code to fetch, and local memory.
+    __device__ __forceinline__ void reread_lane() { lane = read_lane(), base = read_base(); }
+
     // The row of a tile that is number `i` of this warp.
     __device__ __forceinline__ int row_of(int i) const { return warp + i * CONSUMER_WARPS; }
 
@@ -75,86 +79,121 @@ struct Consumer {
     }
 
 #if READS_CODES
-    // Queries as f16, in the order of codes, a warp per row. bf16 rows are scaled by a power of two that brings their
-    // largest element to the top of f16's range.
-    __device__ __forceinline__ void load_queries(const Tile &tile) const {
-        constexpr int SLOTS = HEAD_DIM / 32; // per lane
-        SharedTile<ROWS> to = {base + QUERY_OFFSET};
-        float scale = params.scale * LOG2_E;
-        if (KeySide::IS_BYTES && !(needs & KEYS_SCALED))
-            scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+    // The rows of this warp, some at once. A lane has the dims that it multiplies with words of codes, four each.
+    static constexpr int ROW_WORDS = HEAD_DIM / 4, ROW_LANES = ROW_WORDS < 32 ? ROW_WORDS : 32,
+                         LANE_WORDS = ROW_WORDS / ROW_LANES, ROWS_AT_ONCE = 32 / ROW_LANES;
+    typedef unsigned Queries[WARP_ROWS / ROWS_AT_ONCE][LANE_WORDS][2]; // pairs of neighbouring dims
+
+    __device__ __forceinline__ int lane_row(int i) const { return row_of(i * ROWS_AT_ONCE + lane / ROW_LANES); }
+    __device__ __forceinline__ int lane_word(int i) const { return lane % ROW_LANES * LANE_WORDS + i; }
+    // A word of codes has this slot, the next one, and those 8 further. Code 2 is as many further as `dim_of_slot`
+    // says.
+    static __device__ __forceinline__ int first_slot(int word) { return 16 * (word / 4) + 2 * (word % 4); }
+    static constexpr int CODE_2 = KeySide::IS_BYTES ? 8 : 1;
+
+    // Asks for all rows before the first is used. Rows that do not exist are zeros.
+    __device__ __forceinline__ void load_queries(const Tile &tile, Queries &queries) const {
         long long starts = find_queries(tile);
-        // Some rows are asked for before the first is used. All would be more code, which takes long to fetch; at head
-        // dim 256 it keeps the compiler from spilling in the main loop.
-        constexpr int BATCH = HAS_LARGE_HEADS ? WARP_ROWS : 4;
-#pragma unroll 1
-        for (int first = 0; first < WARP_ROWS; first += BATCH) {
-            Bits query[BATCH][SLOTS];
+        const unsigned char *from = (const unsigned char *)params.query.pointer;
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const Bits *from = (const Bits *)params.query.pointer + __shfl_sync(~0u, starts, first + i);
+        for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
+            long long at = __shfl_sync(~0u, starts, i * ROWS_AT_ONCE + lane / ROW_LANES) * 2;
 #pragma unroll
-                for (int slot = 0; slot < SLOTS; slot++) query[i][slot] = from[dim_of_slot(lane * SLOTS + slot)];
+            for (int word = 0; word < LANE_WORDS; word++) {
+                // The dims of codes 0 and 1, then those of 2 and 3.
+                int slot = first_slot(lane_word(word)), dims[2] = {dim_of_slot(slot), dim_of_slot(slot + CODE_2)};
+#pragma unroll
+                for (int pair = 0; pair < 2; pair++)
+                    queries[i][word][pair] =
+                        lane_row(i) < tile.rows ? *(const unsigned *)(from + (at + dims[pair] * 2)) : 0;
             }
+        }
+    }
+
+    // Stores them as f16, in the order of codes. bf16 rows are scaled by a power of two that brings their largest
+    // element to the top of f16's range.
+    __device__ __forceinline__ void store_queries(const Queries &queries, float scale) const {
+        SharedTile<ROWS> to = {base + QUERY_OFFSET};
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                int row = row_of(first + i);
-                float value[SLOTS], most = 0.0f;
+        for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
+            int row = lane_row(i);
+            float values[LANE_WORDS][4], most = 0.0f;
 #pragma unroll
-                for (int slot = 0; slot < SLOTS; slot++) {
-                    value[slot] = row < tile.rows ? E::to_float(query[i][slot]) : 0.0f;
-                    most = fmaxf(most, fabsf(value[slot]));
+            for (int word = 0; word < LANE_WORDS; word++)
+#pragma unroll
+                for (int code = 0; code < 4; code++) {
+                    values[word][code] = E::to_float((Bits)(queries[i][word][code / 2] >> code % 2 * 16));
+                    most = fmaxf(most, fabsf(values[word][code]));
                 }
-                float factor = 1.0f, inverse = 1.0f;
-                if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
+            float factor = 1.0f, inverse = 1.0f;
+            if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
+                if (ROW_LANES == 32) {
                     most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-                    WeightScale power = weight_scale(most);
-                    factor = power.factor, inverse = power.inverse;
-                }
-                factor = copysignf(factor, scale);
-                if (lane == 0) row_numbers().scale(row) = row_scale(scale, inverse);
+                } else {
 #pragma unroll
-                for (int slot = 0; slot < SLOTS; slot += 2) {
-                    int at = lane * SLOTS + slot;
-                    st_shared_word(to.chunk(row, at / 8) + at % 8 * 2,
-                                   Element<ElementType::F16>::pack(value[slot] * factor, value[slot + 1] * factor));
+                    for (int step = ROW_LANES / 2; step; step /= 2)
+                        most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
                 }
+                WeightScale power = weight_scale(most);
+                factor = power.factor, inverse = power.inverse;
+            }
+            factor = copysignf(factor, scale);
+            if (lane % ROW_LANES == 0) row_numbers().scale(row) = row_scale(scale, inverse);
+#pragma unroll
+            for (int word = 0; word < LANE_WORDS; word++) {
+                int slot = first_slot(lane_word(word));
+                float (&x)[4] = values[word];
+                constexpr int NEXT = CODE_2 == 1 ? 2 : 1; // the code that follows code 0
+                st_shared_word(to.chunk(row, slot / 8) + slot % 8 * 2, Half::pack(x[0] * factor, x[NEXT] * factor));
+                st_shared_word(to.chunk(row, slot / 8 + 1) + slot % 8 * 2,
+                               Half::pack(x[3 - NEXT] * factor, x[3] * factor));
             }
         }
     }
 #else
+    typedef uint4 Queries[WARP_ROWS];
+
     // Queries, 16 bytes by a lane.
-    __device__ __forceinline__ void load_queries(const Tile &tile) const {
-        constexpr int CHUNKS = HEAD_DIM / 8;
-        static_assert(CHUNKS == 32, "a warp copies a row");
-        SharedTile<ROWS> to = {base + QUERY_OFFSET};
-        float scale = params.scale * LOG2_E;
-        unsigned sign = scale < 0.0f ? 0x80008000 : 0;
+    __device__ __forceinline__ void load_queries(const Tile &tile, Queries &queries) const {
+        static_assert(HEAD_DIM == 256, "a warp copies a row");
         long long starts = find_queries(tile);
-        uint4 query[WARP_ROWS];
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS; i++)
-            query[i] = ((const uint4 *)((const Bits *)params.query.pointer + __shfl_sync(~0u, starts, i)))[lane];
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; i++) {
-            uint4 x = row_of(i) < tile.rows ? query[i] : make_uint4(0, 0, 0, 0);
+            const uint4 *from = (const uint4 *)((const Bits *)params.query.pointer + __shfl_sync(~0u, starts, i));
+            queries[i] = row_of(i) < tile.rows ? from[lane] : make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    __device__ __forceinline__ void store_queries(const Queries &queries, float scale) const {
+        SharedTile<ROWS> to = {base + QUERY_OFFSET};
+        unsigned sign = scale < 0.0f ? 0x80008000 : 0;
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; i++) {
+            uint4 x = queries[i];
             st_shared_v4(to.chunk(row_of(i), lane), make_uint4(x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign));
         }
         if (threadIdx.x < ROWS) row_numbers().scale(threadIdx.x) = row_scale(scale, 1.0f);
     }
 #endif
 
-    // What multiplies values.
-    __device__ __forceinline__ float scale_of_values(const Tile &tile) const {
+    // What multiplies scores and values: scales that all keys of the tile share.
+    struct TileScales {
+        float keys, values;
+    };
+
+    __device__ __forceinline__ TileScales load_scales(const Tile &tile) const {
+        TileScales scales = {1.0f, 1.0f};
 #if READS_CODES
-        if (ValueSide::IS_BYTES && !(needs & VALUES_SCALED))
-            return *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
+        if (KeySide::IS_BYTES && !(needs & KEYS_SCALED) && tile.rows)
+            scales.keys = *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+        if (ValueSide::IS_BYTES && !(needs & VALUES_SCALED) && tile.rows)
+            scales.values = *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
 #endif
-        return 1.0f;
+        return scales;
     }
 
     // Facts of a row, and its numbers before the first key, by a thread each.
-    __device__ __forceinline__ void begin_rows(const Tile &tile) const {
+    __device__ __forceinline__ void begin_rows(const Tile &tile, float value_scale) const {
         if (threadIdx.x >= ROWS) return;
         int row = threadIdx.x;
         RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
@@ -164,7 +203,7 @@ struct Consumer {
             facts = row_facts<false>(params, tile, head, token);
         }
         shared.rows[row] = facts;
-        row_numbers().out[row].factors[1] = scale_of_values(tile);
+        row_numbers().out[row].factors[1] = value_scale;
         Softmax::begin_row(row);
     }
 
@@ -175,12 +214,18 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void begin_piece(const Tile &tile) {
-        load_queries(tile);
-        begin_rows(tile);
+        Queries queries;
+        reread_lane();
+        load_queries(tile, queries);
+        TileScales scales = load_scales(tile);
+        begin_rows(tile, scales.values);
+        reread_lane();
+        store_queries(queries, params.scale * LOG2_E * scales.keys);
         // wgmma reads the queries.
         hopper::fence_proxy_async();
         synchronize_consumers();
-        softmax.begin();
+        reread_lane();
+        softmax.begin(base, warp, lane);
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; block++)
 #pragma unroll
@@ -391,21 +436,29 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
-        // Queries may be written by the preceding kernel.
-        grid_dependency_wait();
 #pragma unroll 1
-        for (;;) {
-            const Piece &piece = pieces.wait(queues());
+        for (bool rehearses = KeySide::IS_BYTES && row_numbers().rehearses;; rehearses = false) {
+            rehearses = __shfl_sync(~0u, rehearses, 0);
+            const Piece &piece = pieces.next(queues(), rehearses);
             if (!piece.more) break;
             begin_piece(piece.tile);
             run_tiles(piece);
+            reread_lane();
             store_rows(piece);
             synchronize_consumers();
+            if (rehearses) continue;
             finish_piece(piece);
             pieces.release(queues(), lane);
         }
     }
 };
+
+// Whether consumers rehearse: over bytes, in a CTA with a long part of a tile. It takes longer than the wait for a
+// short part, and blocks have more code.
+static __device__ __forceinline__ bool rehearses(const AttentionParameters &params, const CtaRange &range) {
+    constexpr int LONG_PART = 8; // K tiles
+    return params.stream_k.partial_ranges && range.end - range.begin >= LONG_PART;
+}
 
 // Finds the work range of this CTA: from the schedule of the step if there is one.
 static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared) {
@@ -422,7 +475,10 @@ static __device__ __forceinline__ void find_range(const AttentionParameters &par
         range = find_cta_range(params, shared.scan, shared.cta_range);
         __syncthreads(); // it may be there
     }
-    if (threadIdx.x == 0) shared.cta_range = range;
+    if (threadIdx.x == 0) {
+        shared.cta_range = range;
+        row_numbers().rehearses = rehearses(params, range);
+    }
     __syncthreads();
 }
 
@@ -467,6 +523,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, decode_wgmma::CTAS_PER_SM)
     if (threadIdx.x == 0) {
         init_queues();
         row_numbers().needs = needs_of(params, cache);
+    } else if (threadIdx.x == 32) {
+        init_rehearsal(queues().pieces[PIECES]);
     }
     touch_parameters(params);
     find_range(params, shared);
@@ -479,7 +537,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, decode_wgmma::CTAS_PER_SM)
     } else {
         if (SHARES_REGISTERS) hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer consumer = {params, cache, shared, base, warp, lane, (unsigned)uniform(row_numbers().needs)};
-        consumer.softmax.set(base, warp, lane);
         constexpr unsigned I8_PER_TOKEN = KEYS_SCALED | VALUES_SCALED | KEYS_I8 | VALUES_I8;
         if (!KeySide::IS_BYTES || consumer.needs == 0)
             consumer.needs = 0, consumer.run();

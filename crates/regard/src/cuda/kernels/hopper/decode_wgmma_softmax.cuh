@@ -57,12 +57,10 @@ struct Softmax {
     unsigned numbers;             // shared memory: `Rows`, from the lane's first pair on
     unsigned place;               // of this lane's probabilities, as stmatrix stores them, in a tile of them
 
-    __device__ __forceinline__ void set(unsigned base, int warp, int lane) {
+    // Before a piece.
+    __device__ __forceinline__ void begin(unsigned base, int warp, int lane) {
         place = opaque(SharedTile<ROWS>{0}.chunk((lane & 7) + (lane & 16) / 2, 2 * warp + (lane >> 3 & 1)));
         numbers = opaque(base + ROWS_OFFSET + (lane & 3) * (int)sizeof(RowPair));
-    }
-
-    __device__ __forceinline__ void begin() {
         load_pairs(pairs);
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)

@@ -91,6 +91,17 @@ template <int KEYS, bool IN_STEP> struct WorkIterator {
     }
 };
 
+// Consumers begin with a rehearsal: a piece without rows and keys, while there is no other yet. It brings the code of a
+// piece's start and end into the instruction caches, of which a call with few keys would wait for every line.
+//
+// Until the preceding kernel has ended nothing that it may write is loaded: L1 would keep it. So a rehearsal loads and
+// stores no memory but shared memory.
+template <class Piece> static __device__ __forceinline__ void init_rehearsal(Piece &piece) {
+    piece = {};
+    piece.more = true;
+    piece.tile.seq.q_len = 1;
+}
+
 // A warp's position in the queue of pieces. `Queue` has the pieces, and mbarriers of each place.
 template <int PIECES> struct PieceReader {
     PipelineState<PIECES> slot;
@@ -98,6 +109,14 @@ template <int PIECES> struct PieceReader {
     template <class Queue> __device__ __forceinline__ const auto &wait(const Queue &queue) const {
         hopper::mbarrier_wait(shared_address(&queue.piece_full[slot.index]), slot.phase);
         return queue.pieces[slot.index];
+    }
+    // The next piece when the preceding kernel has ended, or the rehearsal.
+    template <class Queue> __device__ __forceinline__ const auto &next(const Queue &queue, bool rehearses) const {
+        if (!rehearses) {
+            grid_dependency_wait();
+            wait(queue);
+        }
+        return queue.pieces[rehearses ? PIECES : slot.index];
     }
     template <class Queue> __device__ __forceinline__ void release(Queue &queue, int lane) {
         __syncwarp();
