@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn ctas_fit_into_a_multiprocessor() {
+    fn shared_memory_suffices_for_all_ctas() {
         for (_, config) in registry::decode_modules().filter(|(_, config)| config.wgmma) {
             let (bytes, ctas) =
                 (config.wgmma_shared_bytes(), config.wgmma_ctas_per_multiprocessor());
