@@ -177,8 +177,8 @@ parameters! {
     }
     /// Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
     StreamK {
-        /// Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
-        partial_ranges: u64,
+        /// Whether `combine` combines the parts of a tile (1); else its last CTA does (0).
+        combines: u64,
         /// Workspace: the work of each CTA, as `schedule_ctas` left it; 0 if decode finds it.
         schedule: u64,
         /// Work of all tiles if the host knows that all lengths are equal; else 0.

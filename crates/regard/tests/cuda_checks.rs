@@ -132,14 +132,12 @@ fn the_parts_of_many_rows_are_combined_by_a_kernel_of_their_own() {
     let combine = |plan: &Plan| plan.cuda().unwrap().decode.as_ref().unwrap().combine;
     let verify = plan(8, 1, Attention::causal());
     let found = combine(&verify).unwrap();
-    // 8 tiles of 32 rows; of each tile, two numbers behind the partial states.
-    assert_eq!((found.launch.entry, found.launch.grid), ("combine", [8, 4, 1]));
+    // 8 tiles of 32 rows.
+    assert_eq!((found.entry, found.grid), ("combine", [8, 4, 1]));
+    // Behind the partial states, 128 bytes per CTA.
     let schedule = verify.cuda().unwrap().decode.as_ref().unwrap().schedule.unwrap();
-    assert_eq!(found.at + 8 * 8, schedule.at);
-    // Behind them 128 bytes per CTA.
     let ctas = schedule.launch.grid[0] as usize;
     assert_eq!(schedule.at + 128 * ctas, verify.workspace_bytes());
-    assert!(found.at.is_multiple_of(8));
     // One row; tiles without CTAs to share; parts that are combined in an order of their own.
     assert_eq!(combine(&plan(1, 1, Attention::causal())), None);
     assert_eq!(combine(&plan(8, 32, Attention::causal())), None);

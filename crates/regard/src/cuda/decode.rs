@@ -5,10 +5,9 @@ use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands, Storage};
 use super::shape::{Shape, max_key_groups};
 use super::work::{
-    COMBINE_WARPS, combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes,
-    start_units, tiles,
+    COMBINE_WARPS, combine, has_plain_scores, packed_rows, page_aligned_16, start_units, tiles,
 };
-use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
+use super::{COUNTER_BYTES, Decode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
@@ -248,7 +247,6 @@ pub(super) fn decode_launch(
         starts_late: starts_late(facts, kernel, grid),
     };
     let combine = combine_tiles(problem, kernel, grid);
-    let combine_bytes = partial_range_bytes(combine.as_ref(), grid.tiles);
     let decode = Decode {
         launch,
         fallback: kernel.fallback.name(),
@@ -266,7 +264,7 @@ pub(super) fn decode_launch(
         combine,
         schedule: None,
     };
-    Ok((decode, grid.partials_end.saturating_add(combine_bytes)))
+    Ok((decode, grid.partials_end))
 }
 
 /// Whether a launch starts only when the kernel in front has ended. Rows shorter than a line share
@@ -348,7 +346,7 @@ impl DecodeGrid {
 /// the last CTA of each tile: if every tile has several CTAs and more rows than a CTA has warps,
 /// that CTA would work while the rest of the GPU is done. (In a ragged batch the tiles' numbers
 /// depend on lengths; batch-invariant partial states are combined in an order of their own.)
-fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Combine> {
+fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Launch> {
     let ctas_per_tile = kernel.tile_rows / COMBINE_WARPS; // a warp per row
     let combines = ctas_per_tile > 1
         && kernel.cache != Cache::Any
@@ -356,7 +354,7 @@ fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) ->
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;
-    combines.then(|| combine(kernel.module, grid.tiles, ctas_per_tile, grid.partials_end))
+    combines.then(|| combine(kernel.module, grid.tiles, ctas_per_tile))
 }
 
 /// Number of CTAs of a decode kernel that a multiprocessor has at a time, and their size.

@@ -3,8 +3,7 @@
 use super::decode::cache_of;
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
 use super::work::{
-    COMBINE_WARPS, combine, has_plain_scores, packed_rows, page_aligned_16, partial_range_bytes,
-    start_units, tiles,
+    COMBINE_WARPS, combine, has_plain_scores, packed_rows, page_aligned_16, start_units, tiles,
 };
 use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
@@ -44,9 +43,9 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         // Warps divide the parts of a row, some each, and leave states in shared memory.
         let warps = (ctas / tiles.max(1) / PARTS_PER_WARP).clamp(1, COMBINE_WARPS);
         let rows_per_cta = COMBINE_WARPS >> warps.ilog2();
-        let mut combine = combine(module, tiles, config.tile_rows / rows_per_cta, partials_end);
+        let mut combine = combine(module, tiles, config.tile_rows / rows_per_cta);
         let state_bytes = (config.operands.value_dim + 4) * 4;
-        combine.launch.shared_bytes = (COMBINE_WARPS * state_bytes) as u32;
+        combine.shared_bytes += (COMBINE_WARPS * state_bytes) as u32;
         combine
     });
     let decode = Decode {
@@ -72,8 +71,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         combine,
         schedule: None,
     };
-    let ranges = partial_range_bytes(decode.combine.as_ref(), tiles);
-    Some(HopperDecode { decode, workspace_bytes: partials_end + ranges })
+    Some(HopperDecode { decode, workspace_bytes: partials_end })
 }
 
 /// K tiles per multiprocessor from which on these modules are faster than `mma.sync`. At head dim
@@ -151,7 +149,7 @@ mod tests {
     fn a_few_tiles_have_a_kernel_that_combines_their_parts() {
         let combine = |batch| {
             let decode = select(&problem(batch), &facts("h200")).unwrap().decode;
-            decode.combine.map(|combine| combine.launch.grid)
+            decode.combine.map(|combine| combine.grid)
         };
         assert_eq!(combine(1), Some([8, 8, 1]));
         assert_eq!(combine(8), Some([64, 4, 1]));

@@ -1,8 +1,8 @@
 //! Decode over latent caches on Hopper: which problems have it, and how it is launched.
 
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
-use super::work::{packed_rows, partial_range_bytes, start_units, tiles};
-use super::{COUNTER_BYTES, Combine, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
+use super::work::{self, packed_rows, start_units, tiles};
+use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem, QueryStorage};
@@ -15,7 +15,8 @@ const TILE_KEYS: usize = 64;
 const COMBINE_THREADS: usize = 512;
 
 /// Its shared memory: `CombineShared` of the kernel.
-const COMBINE_SHARED_BYTES: usize = COMBINE_THREADS * (16 + 2 * 4) + 2 * (COMBINE_THREADS / 32) * 4;
+const COMBINE_SHARED_BYTES: usize =
+    COMBINE_THREADS * (16 + 2 * 4) + 2 * (COMBINE_THREADS / 32) * 4 + work::COMBINE_SHARED_BYTES;
 
 /// Parts of a tile from which on a CTA has no more than one row.
 const MANY_PARTS: usize = 32;
@@ -45,16 +46,13 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
     let parts = if combines { parts.min(row_threads(config)) } else { parts };
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
-    let combine = combines.then(|| Combine {
-        launch: Launch {
-            module: module.name(),
-            entry: "combine",
-            grid: [tiles as u32, combine_ctas(config, tiles, parts, facts) as u32, 1],
-            threads: COMBINE_THREADS as u32,
-            shared_bytes: COMBINE_SHARED_BYTES as u32,
-            ..Launch::default()
-        },
-        at: partials_end,
+    let combine = combines.then(|| Launch {
+        module: module.name(),
+        entry: "combine",
+        grid: [tiles as u32, combine_ctas(config, tiles, parts, facts) as u32, 1],
+        threads: COMBINE_THREADS as u32,
+        shared_bytes: COMBINE_SHARED_BYTES as u32,
+        ..Launch::default()
     });
     let decode = Decode {
         launch: Launch {
@@ -79,8 +77,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         combine,
         schedule: None,
     };
-    let ranges = partial_range_bytes(decode.combine.as_ref(), tiles);
-    Some(HopperDecode { decode, workspace_bytes: partials_end + ranges })
+    Some(HopperDecode { decode, workspace_bytes: partials_end })
 }
 
 /// CTAs per tile that combine partial states: each has a slice of a row, a row, or several rows
@@ -213,7 +210,7 @@ mod tests {
         let combine = |batch, keys| {
             let HopperDecode { decode, .. } =
                 select(&problem(batch, 16, keys), &facts("h200")).unwrap();
-            decode.combine.map(|combine| combine.launch.grid)
+            decode.combine.map(|combine| combine.grid)
         };
         // 128 parts of one tile: a CTA has a quarter of a row.
         assert_eq!(combine(1, 16384), Some([1, 64, 1]));

@@ -297,7 +297,7 @@ pub(super) fn decode_call(
     let scheduled = decode.schedule.filter(|_| context.scheduled && schedule.work_total == 0);
     let mut parameters = AttentionParameters {
         stream_k: StreamK {
-            partial_ranges: 0,
+            combines: 0,
             schedule: scheduled.map_or(0, |scheduled| workspace + scheduled.at as u64),
             work_total: schedule.work_total,
             work_per_cta: schedule.work_per_cta,
@@ -330,9 +330,9 @@ pub(super) fn decode_call(
     let combine =
         decode.combine.filter(|_| schedule.work_total == 0 || schedule.ctas as usize > tiles);
     let combine = combine.map(|combine| {
-        parameters.stream_k.partial_ranges = workspace + combine.at as u64;
-        let [_, rows, _] = combine.launch.grid;
-        Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
+        parameters.stream_k.combines = 1;
+        let [_, rows, _] = combine.grid;
+        Launch { module, grid: [tiles as u32, rows, 1], ..combine }
     });
     let cache = cache_parameters(problem, inputs);
     let rest = rest_of_keys(problem, decode, inputs);

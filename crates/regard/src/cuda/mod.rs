@@ -79,7 +79,8 @@ pub use launch::launches;
 #[doc(hidden)]
 pub use prefix::{Prefix, PrefixLayout};
 
-/// Bytes at the start of every workspace that are zero before and after a run: one counter per CTA.
+/// Bytes at the start of every workspace that are zero before and after a run: a counter per CTA or
+/// per tile.
 pub const COUNTER_BYTES: usize = 4096;
 
 /// Alignment of a workspace's address, in bytes.
@@ -174,9 +175,9 @@ pub struct Decode {
     pub exact_dims: bool,
     /// Loads of keys and values by the modules.
     pub cache: registry::Cache,
-    /// The second kernel that combines the partial states of tiles; `None` if the last CTA of each
-    /// tile does.
-    pub combine: Option<Combine>,
+    /// The second kernel that combines the partial states of tiles, from the module of the decode
+    /// kernel that ran; `None` if the last CTA of each tile does.
+    pub combine: Option<Launch>,
     /// The launch that computes the work of each CTA once per step; `None` if every run does.
     pub schedule: Option<StepSchedule>,
 }
@@ -188,16 +189,6 @@ pub struct StepSchedule {
     /// The launch: a CTA per CTA of the decode kernel.
     pub launch: Launch,
     /// Offset in the workspace of what it leaves.
-    pub at: usize,
-}
-
-/// The launch of a kernel that combines the partial states of all tiles.
-#[doc(hidden)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Combine {
-    /// The launch, from the module of the decode kernel that ran: a CTA per 8 rows of every tile.
-    pub launch: Launch,
-    /// Offset in the workspace of the CTA range of each tile, which the decode kernel writes.
     pub at: usize,
 }
 
@@ -295,7 +286,7 @@ impl Launches {
         let map = prefill.and_then(|prefill| prefill.map).map(|map| map.launch);
         let prefill = prefill.map(|prefill| prefill.specialized.launch);
         let decode = self.hopper_decode.as_ref().or(self.decode.as_ref());
-        let combine = decode.and_then(|decode| decode.combine).map(|combine| combine.launch);
+        let combine = decode.and_then(|decode| decode.combine);
         let decode = decode.map(|decode| decode.launch);
         let prefix = self.prefix.iter();
         widen
@@ -343,7 +334,7 @@ impl Launches {
     pub fn modules(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
         let others = self.decode.iter().flat_map(|decode| {
             [decode.launch.module, decode.fallback].into_iter().flat_map(|module| {
-                let combine = decode.combine.map(|combine| (module, combine.launch.entry));
+                let combine = decode.combine.map(|combine| (module, combine.entry));
                 [(module, decode.launch.entry)].into_iter().chain(combine)
             })
         });

@@ -1,18 +1,15 @@
 //! Decode's units of work: tiles of rows, and units of keys.
 
+use super::Launch;
 use super::registry::Module;
-use super::{Combine, Launch};
 use crate::problem::{KvStorage, Problem};
 use std::borrow::Cow;
 
 /// Warps per CTA of the kernel that combines partial states. Each has a row, or part of one.
 pub(super) const COMBINE_WARPS: usize = 8;
 
-/// Bytes that decode notes of `tiles` tiles for the kernel that combines their partial states: the
-/// first and the last CTA of each. None without such a kernel.
-pub(super) fn partial_range_bytes(combine: Option<&Combine>, tiles: usize) -> usize {
-    combine.map_or(0, |_| tiles * 8)
-}
+/// Bytes of shared memory of that kernel besides what warps combine there: the word of its tile.
+pub(super) const COMBINE_SHARED_BYTES: usize = 16;
 
 /// Bytes of keys and values that a CTA could have read while it starts on a tile and ends it: 4.5
 /// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.
@@ -58,20 +55,13 @@ pub(super) fn has_plain_scores(problem: &Problem) -> bool {
 
 /// The launch of a module's kernel that combines the partial states of tiles, each by
 /// `ctas_per_tile` CTAs. The tiles' CTA ranges are at `at` in the workspace.
-pub(super) fn combine(
-    module: &'static Module,
-    tiles: usize,
-    ctas_per_tile: usize,
-    at: usize,
-) -> Combine {
-    Combine {
-        launch: Launch {
-            module: module.name(),
-            entry: "combine",
-            grid: [tiles as u32, ctas_per_tile as u32, 1],
-            threads: (32 * COMBINE_WARPS) as u32,
-            ..Launch::default()
-        },
-        at,
+pub(super) fn combine(module: &'static Module, tiles: usize, ctas_per_tile: usize) -> Launch {
+    Launch {
+        module: module.name(),
+        entry: "combine",
+        grid: [tiles as u32, ctas_per_tile as u32, 1],
+        threads: (32 * COMBINE_WARPS) as u32,
+        shared_bytes: COMBINE_SHARED_BYTES as u32,
+        ..Launch::default()
     }
 }

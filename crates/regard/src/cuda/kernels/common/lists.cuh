@@ -29,7 +29,7 @@ static __device__ __forceinline__ TokenRange load_tokens(const AttentionParamete
 static __device__ __forceinline__ int find_sequence_of_row(const AttentionParameters &params, int row, int &token) {
     int sequences = lists_of(params).sequences;
     if (!params.cu_seqlens_q) {
-        int sequence = row / params.query_len;
+        int sequence = params.query_len == 1 ? row : row / params.query_len;
         token = row - sequence * params.query_len;
         return sequence;
     }
@@ -108,6 +108,7 @@ static __device__ __forceinline__ SequenceInfo load_listed_row(const AttentionPa
     // Heads that share a list have a stride of 0.
     int heads = lists.count_strides.head || lists.second.count_strides.head ? params.kv_heads : 1;
     s.walked = 0;
+#pragma unroll 1
     for (int head = 0; head < heads; head++)
         s.walked = max(s.walked, list_len(params, s, head) + second_len(params, s, head));
     return s;

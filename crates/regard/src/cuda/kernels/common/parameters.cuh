@@ -136,8 +136,7 @@ static_assert(sizeof(KeyPositions) == 32, "as the host has it");
 
 // Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
 struct StreamK {
-    // Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
-    unsigned long long partial_ranges;
+    unsigned long long combines; // Whether `combine` combines the parts of a tile (1); else its last CTA does (0).
     unsigned long long schedule; // Workspace: the work of each CTA, as `schedule_ctas` left it; 0 if decode finds it.
     long long work_total; // Work of all tiles if the host knows that all lengths are equal; else 0.
     long long work_per_cta; // Work per CTA.

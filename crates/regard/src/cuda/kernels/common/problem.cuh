@@ -121,13 +121,29 @@ static __device__ __forceinline__ int visible_end(const AttentionParameters &par
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
-// The first key that row `token` sees.
-static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
-                                                    int token) {
+// The first key that row `token` sees. `end`: one past its last one.
+static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s, int token,
+                                                    int end) {
     long long position = s.offset + token, start = position - params.window.left;
 #if HAS_CHUNKS
     if (params.chunk.length) start = max(start, chunk_start(params, s, position));
 #endif
     start = keys_before(params, s, start);
-    return (int)max(0ll, min(max(start, (long long)s.first_key), (long long)visible_end(params, s, token)));
+    return (int)max(0ll, min(max(start, (long long)s.first_key), (long long)end));
+}
+static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
+                                                    int token) {
+    return visible_start(params, s, token, visible_end(params, s, token));
+}
+
+// Keys from `start` up to `end`, which is not one of them.
+struct KeyRange {
+    int start, end;
+};
+
+// The keys that row `token` sees.
+static __device__ __forceinline__ KeyRange visible_keys(const AttentionParameters &params, const SequenceInfo &s,
+                                                        int token) {
+    int end = visible_end(params, s, token);
+    return {visible_start(params, s, token, end), end};
 }

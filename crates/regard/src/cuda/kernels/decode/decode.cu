@@ -71,20 +71,7 @@ struct Worker {
         tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
         tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
         tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
-        // Even lanes compute the visible range of the first row, odd lanes that of the last.
-        int head, token;
-        tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
-        int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
-#if LISTS
-        // The rows are heads of one token.
-        tile.every_start = start, tile.every_end = end;
-        set_list(params, tile);
-#else
-        tile.any_start = __shfl_sync(~0u, start, 0);
-        tile.every_start = __shfl_sync(~0u, start, 1);
-        tile.every_end = __shfl_sync(~0u, end, 0);
-        tile.any_end = __shfl_sync(~0u, end, 1);
-#endif
+        tile.find_keys(params, tiles.keys, lane);
         long long key_at, value_at;
         find_kv_start(params, tile, key_at, value_at);
 #if CACHE == 4
@@ -600,19 +587,21 @@ static __device__ __forceinline__ void place_worker(Worker &w, int query_offset,
 #endif
 }
 
-// The work range of this CTA: from the schedule of the step if there is one.
-static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared,
+// The work range of this CTA: from the schedule of the step if there is one. `scratch`: shared memory that is still
+// unused.
+static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared, void *scratch,
                                                   CtaRange &cta_range) {
     if (is_scheduled(params)) {
-        load_scheduled(params, shared.scheduled);
+        if (threadIdx.x < 32) load_scheduled(params, shared.scheduled, threadIdx.x);
+        __syncthreads();
         cta_range = shared.scheduled.range;
-        if (params.block_size) touch_pages(params, shared.scheduled);
+        if (params.block_size) touch_pages(params, shared.scheduled, threadIdx.x);
     } else {
         if (!params.stream_k.work_total) {
             grid_dependency_wait();
             if (!LISTS) prefetch_lengths(params);
         }
-        cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+        cta_range = find_cta_range(params, *(RangeScratch *)scratch);
     }
 }
 
@@ -638,6 +627,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * QUERY_PITCH + 127) / 128 * 128;
     float *states = (float *)(dynamic_shared + RING_OFFSET);
     static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reserves this much shared memory");
+    static_assert(sizeof(RangeScratch) <= TILE_KEYS * (KEY_PITCH + VALUE_PITCH), "in the place of keys");
 
 #if CACHE == 4
     Worker w = {params, cache, rotary, shared};
@@ -652,7 +642,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
     // before, `mainloop` waits instead.
     CtaRange cta_range;
-    find_range(params, shared, cta_range);
+    find_range(params, shared, states, cta_range);
 #if HEADS > 1
     if (threadIdx.x >= computing_threads()) {
         hopper::setmaxnreg_dec<COPY_REGISTERS>();
@@ -683,7 +673,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         // Locate the tile.
         int tile = (int)divide(at - cursor.before, tiles.cost);
         TileRange here;
-        here.start = cursor.before + tile * tiles.cost;
+        here.start = cursor.before + (long long)tile * tiles.cost;
         here.keys_start = here.start + cta_range.costs.start;
         here.end = here.start + tiles.cost;
         w.select_tile(tile, tiles);
@@ -746,11 +736,12 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
 // all possible tiles by TILE_ROWS / 8.
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ AttentionParameters params) {
     launch_dependents();
-    SplitTile split = begin_combine(params, blockIdx.x, blockIdx.y * 8);
+    SplitTile split = find_tile(params, blockIdx.x, blockIdx.y * 8);
+    await_parts(params, split, *(unsigned *)dynamic_shared);
     int row = blockIdx.y * 8 + threadIdx.x / 32;
     if (row < split.rows && split.is_split())
         combine_row<2 * STATES_PER_BATCH>(params, split.tile, row, threadIdx.x & 31, split.parts.first,
                                           split.parts.last, element_out_type(params));
-    end_combine(params, split);
+    end_combine(split);
 }
 #endif

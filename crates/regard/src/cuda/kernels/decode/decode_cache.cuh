@@ -101,10 +101,21 @@ load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int
     }
 }
 
-// Queries as f16, in the order of codes, a warp per row. Rows are scaled by a power of two that brings their largest
-// element to the top of f16's range: elements down to 2^-29 of it stay exact (2^-25 where they are multiplied with
-// nibbles, whose upper ones are 16 times too large as operands). f16 rows stay as they are, but for nibbles. Stores the
-// inverse powers.
+// A power of two that brings the largest element of a row of queries to the top of f16's range: elements down to 2^-29
+// of it stay exact (2^-25 where they are multiplied with nibbles, whose upper ones are 16 times too large as operands).
+// LANES lanes have the row; `most`: the largest element of this one.
+template <int LANES> static __device__ __forceinline__ WeightScale query_power(float most) {
+    if (LANES == 32) {
+        most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+    } else {
+#pragma unroll
+        for (int step = LANES / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    }
+    return weight_scale(most);
+}
+
+// Queries as f16, in the order of codes, a warp per row, and times a power of two. f16 rows stay as they are, but for
+// nibbles. Stores the inverse powers.
 template <class Worker> static __device__ __forceinline__ void load_code_queries(const Worker &w) {
     if constexpr (KeySide::HAS_CODES) {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane
@@ -124,18 +135,14 @@ template <class Worker> static __device__ __forceinline__ void load_code_queries
                 value[i] = present && (!IS_FALLBACK || dim < w.params.head_dim) ? E::to_float(from[dim]) : 0.0f;
                 most = fmaxf(most, fabsf(value[i]));
             }
-            float factor = 1.0f, inverse = 1.0f;
+            WeightScale power = {1.0f, 1.0f};
             bool has_nibbles = KEY_CLASS == CacheClass::Q4_0 && !has_exact_keys(w.params);
-            if (has_nibbles || ElementType(ELEMENT_TYPE) == ElementType::BF16) {
-                most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-                WeightScale power = weight_scale(most);
-                factor = power.factor, inverse = power.inverse;
-            }
-            if (w.lane == 0) w.shared.query_scale[slot] = inverse;
+            if (has_nibbles || ElementType(ELEMENT_TYPE) == ElementType::BF16) power = query_power<32>(most);
+            if (w.lane == 0) w.shared.query_scale[slot] = power.inverse;
 #pragma unroll
             for (int i = 0; i < SLOTS; i += 2) {
                 int slot_of_dim = w.lane * SLOTS + i, at = slot_of_dim * 2;
-                float each = has_nibbles && slot_of_dim / 16 % 2 ? factor * 0.0625f : factor;
+                float each = has_nibbles && slot_of_dim / 16 % 2 ? power.factor * 0.0625f : power.factor;
                 unsigned to = swizzle(w.query, slot, QUERY_PITCH, at % 128) + at / 128 * 128;
                 *(unsigned *)__cvta_shared_to_generic(to) =
                     Element<ElementType::F16>::pack(value[i] * each, value[i + 1] * each);

@@ -231,29 +231,33 @@ struct CodeKeys : QueryFragments {
         }
     }
 
-    // A block's codes of two keys (rows lane / 4 and 8 further) as operand A of two steps: as they are, or as
-    // BlockOperands has them.
-    template <bool IS_EXACT> static __device__ __forceinline__ void
-    block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2], const KeyBlocks &blocks) {
+    // A block's codes of two keys (rows lane / 4 and 8 further) as operand A of two steps. `convert`: a word of codes.
+    template <class Convert> static __device__ __forceinline__ void
+    convert_block(unsigned (&a)[2][4], const unsigned (&codes)[2][2], Convert convert) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (KeySide::IS_Q8_0) {
+            if constexpr (KeySide::IS_Q8_0) {
 #pragma unroll
-                for (int step = 0; step < 2; step++)
-                    if constexpr (IS_EXACT)
-                        Codes<CacheFormat::I8>::to_f16_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
-                    else
-                        blocks.to_even_odd(codes[half][step], a[step][half], a[step][2 + half]);
+                for (int step = 0; step < 2; step++) convert(codes[half][step], a[step][half], a[step][2 + half]);
             } else {
                 unsigned lower[2], upper[2];
-                if constexpr (IS_EXACT)
-                    Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
-                else
-                    blocks.to_even_odd(codes[half][0], lower, upper);
+                convert(codes[half][0], lower, upper);
                 a[0][half] = lower[0], a[0][2 + half] = lower[1];
                 a[1][half] = upper[0], a[1][2 + half] = upper[1];
             }
         }
+    }
+    // The codes as they are.
+    static __device__ __forceinline__ void exact_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2]) {
+        convert_block(a, codes, [](unsigned word, auto &first, auto &second) {
+            Codes<KeySide::IS_Q8_0 ? CacheFormat::I8 : CacheFormat::Q4_0>::to_f16_even_odd(word, first, second);
+        });
+    }
+    // As BlockOperands has them.
+    static __device__ __forceinline__ void block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2],
+                                                          const KeyBlocks &blocks) {
+        convert_block(a, codes,
+                      [&](unsigned word, auto &first, auto &second) { blocks.to_even_odd(word, first, second); });
     }
 
     // The words that the scales of a pair of blocks are in: in the lower half, and in the upper half.
@@ -309,7 +313,10 @@ struct CodeKeys : QueryFragments {
 #pragma unroll
                 for (int block = 0; block < 2; block++) {
                     unsigned a[2][4];
-                    block_operands<IS_EXACT>(a, codes[block], blocks);
+                    if constexpr (IS_EXACT)
+                        exact_operands(a, codes[block]);
+                    else
+                        block_operands(a, codes[block], blocks);
 #pragma unroll
                     for (int n = 0; n < MMA_ROW_TILES; n++) {
                         float part[4];

@@ -15,7 +15,8 @@ static __device__ __forceinline__ float *partial_state(const AttentionParameters
            (cta * params.stream_k.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
-// Counts the parts of a tile that are done: those of the rows that CTA `rank` of each part has.
+// Counts the parts of a tile that are done, where the last CTA to arrive combines them: those of the rows that CTA
+// `rank` of each part has.
 static __device__ __forceinline__ unsigned *arrivals_of(const AttentionParameters &params, long long first_part,
                                                         int rank) {
     return (unsigned *)params.workspace + first_part * CTAS_PER_TILE + rank;
@@ -193,16 +194,6 @@ static __device__ __forceinline__ void combine_row(const AttentionParameters &pa
     store_row(params, tile, row, lane, state, out_type);
 }
 
-// The CTAs that have a part of a tile, first and last: `decode` leaves them for `combine`.
-struct PartialRange {
-    int first, last;
-};
-
-// Tiles of rows that a sequence has at most, per key/value head.
-static __device__ __forceinline__ int row_tiles_at_most(const AttentionParameters &params) {
-    return ((LISTS ? 1 : params.query_len) * params.group + TILE_ROWS - 1) / TILE_ROWS;
-}
-
 // The sequence of a tile, or the row if rows have lists of keys.
 static __device__ __forceinline__ int work_of(const Tile &tile) {
 #if LISTS
@@ -212,10 +203,35 @@ static __device__ __forceinline__ int work_of(const Tile &tile) {
 #endif
 }
 
-// Numbered by sequence, head and row, independent of lengths.
-static __device__ __forceinline__ PartialRange &partial_range_of(const AttentionParameters &params, const Tile &tile) {
-    int row_tiles = row_tiles_at_most(params);
-    long long number =
-        ((long long)work_of(tile) * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / TILE_ROWS;
-    return ((PartialRange *)params.stream_k.partial_ranges)[number];
+// What `combine` waits for: a word per tile among the counters, 0 before a call and after it. Every CTA that has stored
+// its part adds 1; the one that has the tile's first key adds which CTA it is, and how many parts there are.
+struct TileWord {
+    static constexpr int BITS = 10, LARGEST = (1 << BITS) - 1; // of each of the three
+    unsigned bits;
+
+    __device__ __forceinline__ int arrivals() const { return bits & LARGEST; }
+    __device__ __forceinline__ int parts() const { return bits >> BITS & LARGEST; }
+    __device__ __forceinline__ int first_part() const { return bits >> 2 * BITS; }
+    // All parts are stored. CTAs that combine arrive too.
+    __device__ __forceinline__ bool is_complete() const { return parts() && arrivals() >= parts(); }
+};
+static_assert(COUNTERS <= TileWord::LARGEST + 1 && 3 * TileWord::BITS <= 32, "a part, or their number");
+
+// The word of tile `number`, for the rows that CTA `rank` of each part has. Tiles are numbered by sequence, head and
+// row, independent of lengths.
+static __device__ __forceinline__ unsigned *tile_word(const AttentionParameters &params, int number, int rank) {
+    return (unsigned *)params.workspace + number * CTAS_PER_TILE + rank;
+}
+
+// Counts a part of a tile for `combine`. One thread calls this, after a barrier of those that have stored it.
+static __device__ __forceinline__ void count_part(const AttentionParameters &params, const Tile &tile, bool starts_here,
+                                                  int first_part, int last_part) {
+    int number =
+        (work_of(tile) * params.kv_heads + tile.kv_head) * row_tiles_at_most(params) + tile.first_row / TILE_ROWS;
+    unsigned add = 1;
+    if (starts_here) add += (last_part - first_part + 1 << TileWord::BITS) + (first_part << 2 * TileWord::BITS);
+    asm volatile(
+        "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(tile_word(params, number, blockIdx.x % CTAS_PER_TILE)),
+        "r"(add)
+        : "memory");
 }

@@ -1,73 +1,78 @@
 // Common to the kernels that combine partial states: which CTAs of `decode` have parts of a tile, and when they are
 // done. (The last CTA of `decode` to arrive would combine the rows of the whole tile while the others idle.)
 //
-// Such a kernel starts when all CTAs of `decode` have started. If the CTAs of each tile are known before, because the
-// host knows the lengths or they were scheduled, it waits for these CTAs only.
+// Such a kernel starts when all CTAs of `decode` have started, and waits for those that have parts of its tile only. It
+// is for batches of sequences that all have the same number of queries.
 #pragma once
 #include "decode/decode_combine.cuh"
 
-// Whether the CTAs of each tile are known before `decode` runs.
-static __device__ __forceinline__ bool knows_partial_ranges(const AttentionParameters &params) {
-    return params.stream_k.work_total || is_scheduled(params);
-}
+// The CTAs that have a part of a tile, first and last.
+struct Parts {
+    int first, last;
+};
 
-// A tile whose keys may be split over several CTAs of `decode`.
+// A tile whose keys may be split over several CTAs of `decode`. Its sequence and its parts are known before they are
+// waited for if the host divided the work, else after it.
 struct SplitTile {
     Tile tile;
     int rows; // of the tile; none if another launch has them
-    PartialRange parts;
-    unsigned *arrivals;
+    Parts parts;
+    unsigned *word; // TileWord
 
     // Has more than one part, so that `decode` has not stored its rows.
     __device__ __forceinline__ bool is_split() const { return parts.first < parts.last; }
 
-    // Its CTAs are waited for by their counter.
-    __device__ __forceinline__ bool is_awaited(const AttentionParameters &params) const {
-        return params.stream_k.work_total || (is_scheduled(params) && rows > 0);
+    __device__ __forceinline__ void load_sequence(const AttentionParameters &params) {
+        tile.seq = load_work(params, tile.sequence);
+#if LISTS
+        tile.sequence = tile.seq.sequence;
+#endif
     }
 };
 
-// Finds the parts of tile `number`, and waits for them. The CTA's rows start at `first_row`; all threads call this.
-static __device__ __forceinline__ SplitTile begin_combine(const AttentionParameters &params, int number,
-                                                          int first_row) {
-    int row_tiles = row_tiles_at_most(params), heads = number / row_tiles;
+// Finds tile `number`. The CTA's rows start at `first_row`.
+static __device__ __forceinline__ SplitTile find_tile(const AttentionParameters &params, int number, int first_row) {
+    int row_tiles = row_tiles_at_most(params), heads = row_tiles == 1 ? number : number / row_tiles;
     SplitTile split;
     Tile &tile = split.tile;
-    tile.sequence = heads / params.kv_heads;
+    tile.sequence = params.kv_heads == 1 ? heads : heads / params.kv_heads;
     tile.kv_head = heads - tile.sequence * params.kv_heads;
     tile.first_row = (number - heads * row_tiles) * TILE_ROWS;
-    if (!knows_partial_ranges(params)) grid_dependency_wait();
-    tile.seq = load_work(params, tile.sequence);
-    split.rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
+    int q_len = LISTS ? 1 : params.query_len;
+    split.rows = q_len > params.max_query_len ? 0 : q_len * params.group - tile.first_row;
+    split.word = tile_word(params, number, first_row / (TILE_ROWS / CTAS_PER_TILE));
     split.parts = {0, 0};
-#if LISTS
-    tile.sequence = tile.seq.sequence;
-#endif
     if (params.stream_k.work_total) {
         int parts = (int)divide(params.stream_k.work_per_tile, params.stream_k.work_per_cta);
         split.parts = {number * parts, (number + 1) * parts - 1};
-    } else if (split.rows > 0) {
-        split.parts = partial_range_of(params, tile);
-    }
-    split.arrivals = arrivals_of(params, split.parts.first, first_row / (TILE_ROWS / CTAS_PER_TILE));
-    if (split.is_awaited(params)) {
-        if (threadIdx.x == 0) {
-            unsigned arrived, parts = split.parts.last - split.parts.first + 1;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(split.arrivals) : "memory");
-            while (arrived < parts);
-        }
-        __syncthreads();
+        split.load_sequence(params);
     }
     return split;
 }
 
-// The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
-static __device__ __forceinline__ void end_combine(const AttentionParameters &params, const SplitTile &split) {
-    if (!knows_partial_ranges(params)) return;
-    if (threadIdx.x == 0 && split.is_awaited(params)) {
-        unsigned before, parts = split.parts.last - split.parts.first + 1;
-        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(split.arrivals) : "memory");
-        if (before == parts + gridDim.y / CTAS_PER_TILE - 1) *split.arrivals = 0;
+// Waits for the parts of a tile. `shared`: a word of shared memory. All threads call this.
+static __device__ __forceinline__ void await_parts(const AttentionParameters &params, SplitTile &split,
+                                                   unsigned &shared) {
+    if (split.rows <= 0) return;
+    if (threadIdx.x == 0) {
+        TileWord word;
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word.bits) : "l"(split.word) : "memory");
+        while (!word.is_complete());
+        shared = word.bits;
+    }
+    __syncthreads();
+    if (params.stream_k.work_total) return;
+    TileWord word = {shared};
+    split.parts = {word.first_part(), word.first_part() + word.parts() - 1};
+    split.load_sequence(params);
+}
+
+// The last CTA of the tile resets its word. A kernel that waits for this one also waits for `decode`.
+static __device__ __forceinline__ void end_combine(const SplitTile &split) {
+    if (threadIdx.x == 0 && split.rows > 0) {
+        TileWord before;
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before.bits) : "l"(split.word) : "memory");
+        if (before.arrivals() == before.parts() + (int)gridDim.y / CTAS_PER_TILE - 1) *split.word = 0;
     }
     grid_dependency_wait();
 }

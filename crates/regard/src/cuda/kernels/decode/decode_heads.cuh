@@ -83,7 +83,7 @@ template <class Worker> static __device__ __forceinline__ void copy_tiles(Worker
             continue;
         }
         int tile = (int)divide(at - cursor.before, tiles.cost);
-        long long start = cursor.before + tile * tiles.cost, keys_start = start + cta_range.costs.start;
+        long long start = cursor.before + (long long)tile * tiles.cost, keys_start = start + cta_range.costs.start;
         w.select_tile(tile, tiles);
         long long end = min(cta_range.end, start + tiles.cost);
         int unit = (int)max(at - keys_start, 0ll), last_unit = (int)max(end - keys_start, 0ll);

@@ -7,6 +7,7 @@
 //
 // Work is divided among rows, as in the other modules for lists (common/lists.cuh), without groups of warps that wait
 // for each other; it is known before the preceding kernel has ended if the host knows how long lists are.
+#include "common/arrival.cuh"
 #include "common/lists.cuh"
 #include "decode/decode_groups.cuh"
 #include "decode/decode_products.cuh"
@@ -53,9 +54,7 @@ struct PageWorker {
     // What the rows see, and their list. Both may be written by the preceding kernel.
     __device__ __forceinline__ void load_list(int row) {
         tile.seq = load_listed_row(params, row);
-        tile.every_start = visible_start(params, tile.seq, 0);
-        tile.every_end = visible_end(params, tile.seq, 0);
-        set_list(params, tile);
+        tile.find_keys(params, {}, lane);
         tile.key_base = params.keys.pointer + tile.kv_head * params.keys.strides.head * ELEMENT_BYTES;
         tile.value_base = params.values.pointer + tile.kv_head * params.values.strides.head * ELEMENT_BYTES;
     }
@@ -264,11 +263,7 @@ struct PageWorker {
 static __device__ __forceinline__ void finish_split_tile(const PageWorker &w, Shared &shared, int first_cta,
                                                          int last_cta) {
     unsigned *counter = (unsigned *)w.params.workspace + first_cta;
-    if (threadIdx.x == 0) {
-        unsigned before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        shared.last = before == (unsigned)(last_cta - first_cta);
-    }
+    if (threadIdx.x == 0) shared.last = count_arrival(counter) == (unsigned)(last_cta - first_cta);
     __syncthreads();
     if (shared.last) {
         for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5)
@@ -299,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) decode(const __grid
     // Lengths of lists on the device may be written by the preceding kernel.
     bool knows_work = params.stream_k.work_total;
     if (!knows_work) grid_dependency_wait();
-    CtaRange cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+    CtaRange cta_range = find_cta_range(params, *(RangeScratch *)states);
     if (knows_work) grid_dependency_wait();
     // Tiles cost nothing to start where each has CTAs of its own.
     w.waits_for_pages = cta_range.costs.start == 0;
@@ -318,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) decode(const __grid
         int number = (int)divide(at - cursor.before, tiles.cost);
         w.select_tile(number, tiles);
         w.load_list(cursor.sequence);
-        long long start = cursor.before + number * tiles.cost, keys_start = start + cta_range.costs.start,
+        long long start = cursor.before + (long long)number * tiles.cost, keys_start = start + cta_range.costs.start,
                   tile_end = start + tiles.cost, end = min(cta_range.end, tile_end);
         bool starts_here = start >= at, ends_here = tile_end <= cta_range.end;
         // Units of keys.

@@ -15,16 +15,18 @@ static __device__ __forceinline__ ScheduledCta *scheduled_cta(const AttentionPar
     return (ScheduledCta *)(params.stream_k.schedule + (unsigned long long)part_index() * SCHEDULED_BYTES);
 }
 
-// Brings this CTA's entry to shared memory. Read past L1, which may still hold an earlier schedule.
-static __device__ __forceinline__ void load_scheduled(const AttentionParameters &params, ScheduledCta &shared) {
-    if (threadIdx.x < SCHEDULED_BYTES / 4)
-        ((int *)&shared)[threadIdx.x] = __ldcg((const int *)scheduled_cta(params) + threadIdx.x);
-    __syncthreads();
+// Brings this CTA's entry to shared memory. Read past L1, which may still hold an earlier schedule. A warp calls this.
+static __device__ __forceinline__ void load_scheduled(const AttentionParameters &params, ScheduledCta &shared,
+                                                      int lane) {
+    static_assert(SCHEDULED_BYTES == 32 * 4, "a word per lane");
+    ((int *)&shared)[lane] = __ldcg((const int *)scheduled_cta(params) + lane);
+    __syncwarp();
 }
 
 // Brings the page-table entries of a CTA's keys into L1 while its first tile is set up, a sector of 8 per thread.
-static __device__ __forceinline__ void touch_pages(const AttentionParameters &params, const ScheduledCta &cta) {
-    int page = cta.first_page + 8 * threadIdx.x;
+static __device__ __forceinline__ void touch_pages(const AttentionParameters &params, const ScheduledCta &cta,
+                                                   int thread) {
+    int page = cta.first_page + 8 * thread;
     [[maybe_unused]] int unused; // the load only fills the cache
     if (page < cta.end_page)
         asm volatile("ld.global.ca.b32 %0, [%1];"
@@ -32,38 +34,10 @@ static __device__ __forceinline__ void touch_pages(const AttentionParameters &pa
                      : "l"(page_table(params, cta.range.cursor.sequence) + page));
 }
 
-// Stores the partial ranges of the tiles that begin in a CTA's range, for `combine`. All threads call this.
-static __device__ __forceinline__ void write_partial_ranges(const AttentionParameters &params,
-                                                            const CtaRange &cta_range) {
-    WorkCursor cursor = cta_range.cursor;
-    long long at = cta_range.begin;
-    while (at < cta_range.end && cursor.sequence < params.batch) {
-        SequenceInfo seq = load_sequence(params, cursor.sequence);
-        SequenceTiles tiles = sequence_tiles(params, seq, cta_range.costs);
-        if (at >= cursor.before + tiles.work(params)) {
-            cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
-            continue;
-        }
-        int number = (int)divide(at - cursor.before, tiles.cost);
-        long long start = cursor.before + number * tiles.cost, end = start + tiles.cost;
-        if (start >= at && threadIdx.x == 0) {
-            Tile tile;
-            tile.sequence = cursor.sequence;
-            tile.kv_head = number / tiles.row_tiles;
-            tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
-            int own = (int)part_index(), last = end <= cta_range.end ? own : divide(end - 1, cta_range.work_per_cta);
-            partial_range_of(params, tile) = {own, last};
-        }
-        at = min(cta_range.end, end);
-    }
-}
-
 static __device__ __forceinline__ void write_schedule(const AttentionParameters &params) {
-    __shared__ CtaScan scan;
-    __shared__ CtaRange shared_range;
+    __shared__ RangeScratch scratch;
     wait_for_preceding();
-    CtaRange cta_range = find_cta_range(params, scan, shared_range);
-    if (params.stream_k.partial_ranges) write_partial_ranges(params, cta_range);
+    CtaRange cta_range = find_cta_range(params, scratch);
     if (threadIdx.x != 0) return;
     ScheduledCta &to = *scheduled_cta(params);
     to.range = cta_range;

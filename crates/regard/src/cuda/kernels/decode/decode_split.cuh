@@ -1,5 +1,6 @@
 // Tiles that are split over several CTAs, and pieces of a tile in batch-invariant mode.
 #pragma once
+#include "common/arrival.cuh"
 #include "decode/decode_combine.cuh"
 #include "decode/decode_tile.cuh"
 
@@ -41,28 +42,16 @@ template <class Worker> static __device__ __forceinline__ void
 finish_tile(Worker &w, long long work_per_cta, const TileRange &tile_range, bool starts_here, bool ends_here) {
     const AttentionParameters &params = w.params;
     Shared &shared = w.shared;
-    if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
-        // `combine` combines the parts, and waits until all of them are counted.
-        if (threadIdx.x == 0) {
-            unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, work_per_cta);
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-        }
-    } else if (params.stream_k.partial_ranges) {
-        // `combine` combines the parts when all CTAs are done.
-        if (starts_here && threadIdx.x == 0) {
-            partial_range_of(params, w.tile) = {
-                (int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, work_per_cta)};
-        }
+    if (params.stream_k.combines) {
+        if (threadIdx.x == 0)
+            count_part(params, w.tile, starts_here, blockIdx.x,
+                       ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, work_per_cta));
     } else if (!starts_here || !ends_here) {
         // Other CTAs have the rest of this tile. The last to arrive combines all parts.
         long long first_cta = starts_here ? blockIdx.x : divide(tile_range.start, work_per_cta);
         long long last_cta = ends_here ? blockIdx.x : divide(tile_range.end - 1, work_per_cta);
         unsigned *counter = (unsigned *)params.workspace + first_cta;
-        if (threadIdx.x == 0) {
-            unsigned before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-            shared.last = before == (unsigned)(last_cta - first_cta);
-        }
+        if (threadIdx.x == 0) shared.last = count_arrival(counter) == (unsigned)(last_cta - first_cta);
         synchronize_computing();
         if (shared.last) {
             combine_ctas(w, work_per_cta, first_cta, last_cta, tile_range);

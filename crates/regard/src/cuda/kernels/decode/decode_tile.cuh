@@ -52,8 +52,6 @@ struct Shared {
     // Running states of a tile's rows in batch-invariant mode; double-buffered, because one is read while the other is
     // written.
     State folded[2][TILE_ROWS];
-    CtaScan scan;
-    CtaRange cta_range;
     ScheduledCta scheduled;
     TileRange tile_range;
     int last;
@@ -80,6 +78,31 @@ struct Tile {
         unsigned packed = first_row + row;
         token = seq.q_len == 1 ? 0 : packed / (unsigned)params.group;
         head = kv_head * params.group + packed - token * params.group;
+    }
+
+    // The keys that the rows of a token see.
+    __device__ __forceinline__ KeyRange keys_of(const AttentionParameters &params, int token) const {
+        if (seq.q_len == 1) return {every_start, every_end};
+        return visible_keys(params, seq, token);
+    }
+
+    // Finds the keys of its rows. `of_sequence`: those that some row of its sequence sees. A warp calls this.
+    __device__ __forceinline__ void find_keys(const AttentionParameters &params, KeyRange of_sequence, int lane) {
+        KeyRange keys = of_sequence;
+        if (LISTS || seq.q_len > 1) {
+            // Even lanes have the first row, odd lanes the last.
+            int head, token;
+            find_row(params, lane & 1 ? rows - 1 : 0, head, token);
+            keys = visible_keys(params, seq, token);
+        }
+        // Shuffles tell the compiler that the branch above does not make them differ.
+        any_start = __shfl_sync(~0u, keys.start, 0);
+        every_start = __shfl_sync(~0u, keys.start, 1);
+        every_end = __shfl_sync(~0u, keys.end, 0);
+        any_end = __shfl_sync(~0u, keys.end, 1);
+#if LISTS
+        set_list(params, *this);
+#endif
     }
 
     // The row in a slot of shared memory: each of several heads has 8 slots. -1 if there is none.

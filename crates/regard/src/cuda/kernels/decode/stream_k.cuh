@@ -40,10 +40,11 @@ struct TileCosts {
 
 // The tiles of one sequence.
 struct SequenceTiles {
-    int row_tiles;   // per key/value head
-    int first_unit;  // unit of the first visible key
-    long long units; // units that some row sees
-    long long cost;  // work of each tile
+    int row_tiles;  // per key/value head
+    KeyRange keys;  // that some row sees; with lists: entries of the longest one
+    int first_unit; // unit of the first of them
+    int units;      // units that some row sees
+    int cost;       // work of each tile
     __device__ __forceinline__ long long count(const AttentionParameters &params) const {
         return (long long)row_tiles * params.kv_heads;
     }
@@ -83,20 +84,32 @@ static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionPa
     tiles.row_tiles =
         s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + TILE_ROWS - 1) / TILE_ROWS);
 #if LISTS
-    int start = 0, end = s.walked;
+    tiles.keys = {0, s.walked};
 #else
-    int start = visible_start(params, s, 0), end = visible_end(params, s, s.q_len - 1);
+    tiles.keys = visible_keys(params, s, 0);
+    if (s.q_len > 1) tiles.keys.end = visible_end(params, s, s.q_len - 1);
 #endif
+    int start = tiles.keys.start, end = tiles.keys.end;
     tiles.first_unit = start >> params.stream_k.work_unit_shift;
     tiles.units = end > start ? ((end - 1) >> params.stream_k.work_unit_shift) + 1 - tiles.first_unit : 0;
     if (params.stream_k.work_total) {
-        tiles.cost = params.stream_k.work_per_tile;
+        tiles.cost = (int)params.stream_k.work_per_tile;
     } else if (costs.multiple == 1) {
         tiles.cost = tiles.units + costs.start;
     } else {
-        tiles.cost = divide_up(max(tiles.units, 1ll), costs.multiple) * costs.multiple;
+        tiles.cost = (int)divide_up(max(tiles.units, 1), costs.multiple) * costs.multiple;
     }
     return tiles;
+}
+
+// The tiles of sequence `index`. This is a call where the work of many sequences is counted.
+static __device__ STREAM_K_CALL SequenceTiles tiles_of(const AttentionParameters &params, int index, TileCosts costs) {
+    return sequence_tiles(params, load_work(params, index), costs);
+}
+
+// Tiles of rows that a sequence has at most, per key/value head.
+static __device__ __forceinline__ int row_tiles_at_most(const AttentionParameters &params) {
+    return ((LISTS ? 1 : params.query_len) * params.group + TILE_ROWS - 1) / TILE_ROWS;
 }
 
 struct CtaScan {
@@ -146,7 +159,7 @@ static __device__ STREAM_K_CALL WorkCursor find_sequence(const AttentionParamete
     int lane = threadIdx.x & 31;
     for (;;) {
         int i = from.sequence + lane;
-        long long length = i < params.batch ? sequence_tiles(params, load_work(params, i), costs).work(params) : 0;
+        long long length = i < params.batch ? tiles_of(params, i, costs).work(params) : 0;
         long long until = scan_warp(length, lane);
         unsigned past = __ballot_sync(~0u, from.before + until > at);
         if (past) {
@@ -182,7 +195,7 @@ static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &p
     long long tiles = 0, units = 0, parts = 0;
 #pragma unroll 1
     for (int i = from; i < params.batch; i += step) {
-        SequenceTiles here = sequence_tiles(params, load_work(params, i), keys_only);
+        SequenceTiles here = tiles_of(params, i, keys_only);
         tiles += here.count(params);
         units += here.work(params);
     }
@@ -199,7 +212,7 @@ static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &p
                 2ll);
 #pragma unroll 1
         for (int i = from; i < params.batch; i += step) {
-            SequenceTiles here = sequence_tiles(params, load_work(params, i), {(int)work_per_cta, 0});
+            SequenceTiles here = tiles_of(params, i, {(int)work_per_cta, 0});
             parts += divide(here.cost, work_per_cta) * here.count(params);
         }
         parts = sum(parts);
@@ -210,12 +223,12 @@ static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &p
         work_total = ctas * work_per_cta;
     } else if (!params.batch_invariant) {
         // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
-        SequenceTiles first = sequence_tiles(params, load_work(params, 0), cta_range.costs);
+        SequenceTiles first = tiles_of(params, 0, cta_range.costs);
         long long whole_tiles = divide_up(tiles, ctas) * first.cost;
-        bool same_lengths = first.units * tiles == units;
+        bool same_lengths = (long long)first.units * tiles == units;
 #pragma unroll 1
         for (int i = from; i < params.batch && same_lengths; i += step) {
-            SequenceTiles here = sequence_tiles(params, load_work(params, i), cta_range.costs);
+            SequenceTiles here = tiles_of(params, i, cta_range.costs);
             same_lengths = here.units == first.units || !here.row_tiles;
         }
         if (!sum(!same_lengths) && whole_tiles * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
@@ -229,9 +242,8 @@ static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &p
         // Skip blockDim.x sequences at a time, until a step passes `begin`.
 #pragma unroll 1
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
-            long long skipped = sum_cta(
-                sequence_tiles(params, load_work(params, cursor.sequence + threadIdx.x), cta_range.costs).work(params),
-                scan);
+            long long skipped =
+                sum_cta(tiles_of(params, cursor.sequence + threadIdx.x, cta_range.costs).work(params), scan);
             if (cursor.before + skipped > cta_range.begin) break;
             cursor.before += skipped;
         }
@@ -249,11 +261,11 @@ struct SequenceWork {
 
 static __device__ __forceinline__ SequenceWork sequence_work(const AttentionParameters &params, int index) {
     SequenceTiles tiles = sequence_tiles(params, load_work(params, min(index, params.batch - 1)), {1, 0});
-    return index < params.batch ? SequenceWork{(int)tiles.count(params), (int)tiles.units} : SequenceWork{0, 0};
+    return index < params.batch ? SequenceWork{(int)tiles.count(params), tiles.units} : SequenceWork{0, 0};
 }
 
 // Whether the batch and the total work are small enough for the 32-bit path.
-constexpr int LITTLE_WORK = 1 << 23;
+constexpr int LITTLE_WORK = 1 << 23, MAX_LITTLE_SEQUENCES = 256;
 static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
     float row_tiles = (float)params.query_len * (float)params.group * (1.0f / TILE_ROWS) + 1.0f;
 #if LISTS
@@ -262,7 +274,8 @@ static __device__ __forceinline__ bool is_little_work(const AttentionParameters 
     int keys = params.kv_len;
 #endif
     float units = (float)((keys >> params.stream_k.work_unit_shift) + 2 + params.stream_k.tile_start_work);
-    return params.batch <= 256 && (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
+    return params.batch <= MAX_LITTLE_SEQUENCES &&
+           (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
 }
 
 // A quotient of numbers below LITTLE_WORK.
@@ -274,109 +287,164 @@ static __device__ __forceinline__ int divide_small(int a, int b) {
 
 static __device__ __forceinline__ int divide_small_up(int a, int b) { return divide_small(a + b - 1, b); }
 
-// The same result as partition_work for little work: every warp by itself, a lane per sequence, in 32 bits. This chain
-// of instructions is the latency of a short call, so it has no barrier, no call, and reads parameters from constant
-// memory only.
-static __device__ __forceinline__ CtaRange partition_little_work(const AttentionParameters &params) {
-    int lane = threadIdx.x & 31;
-    SequenceWork mine = sequence_work(params, lane);
-    int tiles = mine.count, units = mine.count * mine.units;
-#pragma unroll 1
-    for (int i = lane + 32; i < params.batch; i += 32) {
-        SequenceWork other = sequence_work(params, i);
-        tiles += other.count;
-        units += other.count * other.units;
-    }
-    tiles = __reduce_add_sync(~0u, tiles);
-    units = __reduce_add_sync(~0u, units);
-    int ctas = part_count(), work_total = units + tiles * params.stream_k.tile_start_work;
-    int work_per_cta, start = params.stream_k.tile_start_work;
-    // Tiles take a whole number of CTAs.
-    bool rounded = tiles && 2 * tiles <= ctas && !params.batch_invariant;
-    if (rounded) {
-        int parts =
-            min(divide_small(ctas, tiles), max(1, divide_small(units, tiles * min_units(params.stream_k.key_groups))));
-        work_per_cta = max(divide_small_up(units, parts * tiles), 2);
-        if (params.batch > 1) {
-            auto parts_of = [&](const SequenceWork &few) {
-                return divide_small_up(max(few.units, 1), work_per_cta) * few.count;
-            };
-            int all = parts_of(mine);
-#pragma unroll 1
-            for (int i = lane + 32; i < params.batch; i += 32) all += parts_of(sequence_work(params, i));
-            if (__reduce_add_sync(~0u, all) > ctas) work_per_cta = max(divide_small_up(units, ctas - tiles), 2);
-        }
-        start = 0;
-        work_total = ctas * work_per_cta;
-    } else {
-        work_per_cta = divide_small_up(work_total, ctas);
-        int first = __shfl_sync(~0u, mine.units, 0);
-        bool same_lengths = mine.units == first || !mine.count;
-#pragma unroll 1
-        for (int i = lane + 32; i < params.batch; i += 32) {
-            SequenceWork other = sequence_work(params, i);
-            same_lengths &= other.units == first || !other.count;
-        }
-        int whole_tiles = divide_small_up(tiles, ctas) * (first + start);
-        if (!params.batch_invariant && __all_sync(~0u, same_lengths) && first * tiles == units &&
-            whole_tiles * 25ll <= (work_per_cta + start) * 26ll)
-            work_per_cta = whole_tiles;
-    }
-    CtaRange cta_range;
-    cta_range.costs = {rounded ? work_per_cta : 1, start};
-    cta_range.work_per_cta = work_per_cta;
-    int at = part_index() * work_per_cta, before = 0, sequence = 0;
-    int until = min(at + work_per_cta, work_total);
-    // Find the sequence that contains the range's begin, 32 per step.
-    while (params.batch > 1 && at < until) {
-        int length = mine.count *
-                     (rounded ? divide_small_up(max(mine.units, 1), work_per_cta) * work_per_cta : mine.units + start);
-        int reached = length;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            int other = __shfl_up_sync(~0u, reached, step);
-            if (lane >= step) reached += other;
-        }
-        unsigned past = __ballot_sync(~0u, before + reached > at);
-        if (past) {
-            int found = __ffs(past) - 1;
-            sequence += found;
-            before += __shfl_sync(~0u, reached - length, found);
-            break;
-        }
-        before += __shfl_sync(~0u, reached, 31);
-        sequence += 32;
-        if (sequence >= params.batch) {
-            // With rounded-up tiles, the work may end before the last CTAs.
-            until = at;
+// Little work, and how it is divided: as by partition_work, in 32 bits.
+struct LittleWork {
+    const AttentionParameters &params;
+    int tiles, units, first_units; // of all sequences; units of the first one
+    int ctas, work_per_cta, start;
+    bool rounded; // tiles take a whole number of CTAs
+
+    // Divides the work, from sums over all sequences.
+    __device__ __forceinline__ void divide() {
+        ctas = part_count();
+        start = params.stream_k.tile_start_work;
+        rounded = tiles && 2 * tiles <= ctas && !params.batch_invariant;
+        if (rounded) {
+            int parts = min(divide_small(ctas, tiles),
+                            max(1, divide_small(units, tiles * min_units(params.stream_k.key_groups))));
+            work_per_cta = max(divide_small_up(units, parts * tiles), 2);
+            start = 0;
         } else {
-            mine = sequence_work(params, sequence + lane);
+            work_per_cta = divide_small_up(units + tiles * start, ctas);
         }
     }
+
+    __device__ __forceinline__ int parts(const SequenceWork &of) const {
+        return divide_small_up(max(of.units, 1), work_per_cta);
+    }
+
+    // What `fit` needs the sum of, over all sequences.
+    __device__ __forceinline__ int misfit(const SequenceWork &of) const {
+        return rounded ? parts(of) * of.count : of.units != first_units && of.count;
+    }
+
+    // Corrects the division.
+    __device__ __forceinline__ void fit(int misfits) {
+        if (rounded) {
+            // Rounding up adds less than one CTA per tile, so this always fits.
+            if (misfits > ctas) work_per_cta = max(divide_small_up(units, ctas - tiles), 2);
+        } else {
+            // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
+            int whole_tiles = divide_small_up(tiles, ctas) * (first_units + start);
+            if (!params.batch_invariant && !misfits && first_units * tiles == units &&
+                whole_tiles * 25ll <= (work_per_cta + start) * 26ll)
+                work_per_cta = whole_tiles;
+        }
+    }
+
+    __device__ __forceinline__ int total() const { return rounded ? ctas * work_per_cta : units + tiles * start; }
+
+    __device__ __forceinline__ int work(const SequenceWork &of) const {
+        return of.count * (rounded ? parts(of) * work_per_cta : of.units + start);
+    }
+};
+
+// Finds the sequence with work position `at` among 32 of a work each, which begin at `before`. Returns which, and sets
+// `before` to the work before it; 32, and the work before the next ones, if it is none of these.
+static __device__ __forceinline__ int find_among(int work, int at, int &before) {
+    int lane = threadIdx.x & 31, reached = work;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        int other = __shfl_up_sync(~0u, reached, step);
+        if (lane >= step) reached += other;
+    }
+    unsigned past = __ballot_sync(~0u, before + reached > at);
+    int found = past ? __ffs(past) - 1 : 32;
+    before += __shfl_sync(~0u, past ? reached - work : reached, min(found, 31));
+    return found;
+}
+
+// The same result as partition_work for little work. This chain of instructions is the latency of a short call, so it
+// has no call, reads parameters from constant memory only, and has no barrier if there are no more than 32 sequences:
+// every warp is by itself then, with a lane per sequence.
+static __device__ __forceinline__ CtaRange partition_little_work(const AttentionParameters &params,
+                                                                 SequenceWork (&works)[MAX_LITTLE_SEQUENCES]) {
+    int lane = threadIdx.x & 31, index = lane;
+    // More sequences than lanes: every thread counts the work of one, and warps read it from shared memory.
+    bool many = params.batch > 32;
+    SequenceWork own;
+    if (many) index = threadIdx.x;
+#pragma unroll 1
+    do {
+        own = sequence_work(params, index);
+        if (many && index < MAX_LITTLE_SEQUENCES) works[index] = own;
+        index += blockDim.x;
+    } while (many && index < (params.batch + 31 & ~31));
+    if (many) __syncthreads();
+    LittleWork all = {params, 0, 0, many ? works[0].units : __shfl_sync(~0u, own.units, 0)};
+#pragma unroll 1
+    for (int first = 0; first < params.batch; first += 32) {
+        if (many) own = works[first + lane];
+        all.tiles += own.count;
+        all.units += own.count * own.units;
+    }
+    all.tiles = __reduce_add_sync(~0u, all.tiles);
+    all.units = __reduce_add_sync(~0u, all.units);
+    all.divide();
+    if (params.batch > 1 || !all.rounded) {
+        int misfits = 0;
+#pragma unroll 1
+        for (int first = 0; first < params.batch; first += 32) {
+            if (many) own = works[first + lane];
+            misfits += all.misfit(own);
+        }
+        all.fit(__reduce_add_sync(~0u, misfits));
+    }
+    int at = part_index() * all.work_per_cta, until = min(at + all.work_per_cta, all.total());
+    int sequence = 0, before = 0;
+    if (params.batch > 1 && at < until) {
+        int found = 32;
+#pragma unroll 1
+        for (int first = 0; first < params.batch && found == 32; first += 32) {
+            if (many) own = works[first + lane];
+            found = find_among(all.work(own), at, before);
+            sequence = first + found;
+        }
+    }
+    if (many) __syncthreads();
+    CtaRange cta_range;
+    cta_range.costs = {all.rounded ? all.work_per_cta : 1, all.start};
+    cta_range.work_per_cta = all.work_per_cta;
     cta_range.begin = at;
-    cta_range.end = until;
+    // With rounded-up tiles, the work may end before the last CTAs.
+    cta_range.end = sequence < params.batch ? until : at;
     cta_range.cursor = {sequence, before};
     return cta_range;
 }
 
-// The work range of this CTA, for all its threads.
-static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, CtaScan &scan,
-                                                          CtaRange &shared) {
+// Shared memory for finding a work range.
+union RangeScratch {
+    SequenceWork works[MAX_LITTLE_SEQUENCES];
+    struct {
+        CtaScan scan;
+        CtaRange range;
+    };
+};
+
+// Whether every warp finds the work range of its CTA by itself; else all threads of the CTA must.
+static __device__ __forceinline__ bool warps_find_range(const AttentionParameters &params) {
+    return params.stream_k.work_total || (params.batch <= 32 && is_little_work(params));
+}
+
+// The work range of this CTA. The scratch is free again when this returns.
+static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, RangeScratch &scratch) {
+    CtaRange cta_range;
     if (!params.stream_k.work_total) {
-        if (is_little_work(params)) return partition_little_work(params);
-        partition_work(params, scan, shared);
+        if (is_little_work(params)) return partition_little_work(params, scratch.works);
+        partition_work(params, scratch.scan, scratch.range);
         __syncthreads();
-        return shared;
+        cta_range = scratch.range;
+        __syncthreads();
+        return cta_range;
     }
     // The host knows that all sequences are equal.
-    CtaRange cta_range;
     cta_range.costs = {1, params.stream_k.tile_start_work};
     cta_range.work_per_cta = params.stream_k.work_per_cta;
     cta_range.begin = part_index() * params.stream_k.work_per_cta;
     cta_range.end = min(cta_range.begin + params.stream_k.work_per_cta, params.stream_k.work_total);
     cta_range.cursor = {0, 0};
     if (params.batch > 1) {
-        long long length = sequence_tiles(params, load_work(params, 0), cta_range.costs).work(params);
+        long long length = params.stream_k.work_per_tile * row_tiles_at_most(params) * params.kv_heads;
         cta_range.cursor.sequence = (int)divide(cta_range.begin, length);
         cta_range.cursor.before = cta_range.cursor.sequence * length;
     }

@@ -41,6 +41,31 @@
 
 namespace latent {
 
+// Finds the range of work of the CTA, for the scheduler warp; the other warps help with much work.
+//
+// Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled before,
+// the work is found before it has ended.
+static __device__ __forceinline__ void find_work(WorkIterator<KEYS, false> &work, ScheduledCta &scheduled, int warp,
+                                                 int lane) {
+    const AttentionParameters &params = work.params;
+    bool scheduler = warp == SCHEDULER_WARP;
+    if (is_scheduled(params)) {
+        if (!scheduler) return;
+        load_scheduled(params, scheduled, lane);
+        work.range = scheduled.range;
+        work.first = scheduled.sequence;
+        work.knows_sequence = true;
+        if (params.block_size) touch_pages(params, scheduled, lane);
+        return;
+    }
+    if (!params.stream_k.work_total || reads_lengths(params)) {
+        grid_dependency_wait();
+        if (!LISTS) prefetch_lengths(params);
+    }
+    if (scheduler || !warps_find_range(params))
+        work.range = find_cta_range(params, *(RangeScratch *)(dynamic_shared + QUERY_OFFSET));
+}
+
 // `rest`: the dims of keys that are not values, which may be in a tensor of their own.
 template <class Rest> static __device__ __forceinline__ void run_cta(const AttentionParameters &params,
                                                                      const TensorMap &keys, const Rest &rest) {
@@ -84,22 +109,8 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 #if LISTS
     touch_lists(params);
 #endif
-    // Device-side lengths may be written by the preceding kernel. If the host knows them, or they were scheduled
-    // before, the work is found before it has ended.
-    CtaRange cta_range;
-    SequenceInfo first_sequence = {};
-    if (is_scheduled(params)) {
-        load_scheduled(params, exchange.division.scheduled);
-        cta_range = exchange.division.scheduled.range;
-        first_sequence = exchange.division.scheduled.sequence;
-        if (params.block_size) touch_pages(params, exchange.division.scheduled);
-    } else {
-        if (!params.stream_k.work_total || reads_lengths(params)) {
-            grid_dependency_wait();
-            if (!LISTS) prefetch_lengths(params);
-        }
-        cta_range = find_cta_range(params, exchange.division.scan, exchange.division.cta_range);
-    }
+    WorkIterator<KEYS, false> work = {params, {}, {}, false};
+    find_work(work, exchange.scheduled, warp, lane);
     if (MULTICAST) {
         hopper::cluster_sync();
     } else {
@@ -108,7 +119,6 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
     unsigned base = shared_address(dynamic_shared);
     if (warp >= SCHEDULER_WARP) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        WorkIterator<KEYS, false> work = {params, cta_range, first_sequence, is_scheduled(params)};
 #if LISTS && !CACHE
         Gatherer loader = {{params, shared, base, warp - LOADER_WARP, lane}, rest, exchange.addresses};
         if (warp == SCHEDULER_WARP) {
@@ -186,8 +196,15 @@ extern "C" __global__ void __launch_bounds__(latent::COMBINE_THREADS, latent::CO
 #endif
     launch_dependents();
     latent::CombineShape shape(gridDim.y);
-    int first_row = blockIdx.y / shape.slices * shape.rows, slice = blockIdx.y % shape.slices;
-    SplitTile split = begin_combine(params, blockIdx.x, first_row);
-    if (split.is_split()) latent::combine_slice(params, split, shape, first_row, slice);
-    end_combine(params, split);
+    int first_row = blockIdx.y >> shape.slices << shape.rows, slice = blockIdx.y & (1 << shape.slices) - 1;
+    SplitTile split = find_tile(params, blockIdx.x, first_row);
+    unsigned &word = ((latent::CombineShared *)dynamic_shared)->word;
+    bool knows_parts = params.stream_k.work_total;
+    if (!knows_parts) await_parts(params, split, word);
+    if (split.is_split()) {
+        latent::combine_slice(params, split, shape, first_row, slice);
+    } else if (knows_parts) {
+        await_parts(params, split, word);
+    }
+    end_combine(split);
 }

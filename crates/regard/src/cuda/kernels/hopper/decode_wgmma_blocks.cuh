@@ -101,8 +101,7 @@ struct BlockKeys {
             scales[pair % 2][half] = __byte_perm(found.first, found.second, 0x7610);
         }
 #pragma unroll
-        for (int block = 0; block < 2; block++)
-            CodeKeys::block_operands<true>(codes[pair % 2][block], words[block], {});
+        for (int block = 0; block < 2; block++) CodeKeys::exact_operands(codes[pair % 2][block], words[block]);
     }
 
     __device__ __forceinline__ void finish_scores() { add_scores(KEY_BLOCKS / 2 - 1); }

@@ -82,14 +82,16 @@ enum : unsigned {
     VALUES_E5M2 = 32, // without a bit of a format: e4m3, or no codes of a byte
 };
 
-// Then numbers of rows, and the facts of all kernels.
+constexpr bool MAY_REHEARSE = KeySide::IS_BYTES; // `init_rehearsal`: blocks have more code, which takes longer
+
+// Then numbers of rows.
 struct Rows {
     RowPair pairs[ROWS / 2];
     RowOut out[ROWS];
     float weight_powers[ROWS]; // that bring weights into f16's range, if values are scaled
     float exchange[CONSUMER_WARPS][ROWS];
     unsigned needs; // of keys and values: bits
-    bool rehearses; // see `init_rehearsal`
+    bool rehearses; // whether this CTA does
 
     __device__ __forceinline__ float &scale(int row) { return pairs[row / 2].scale[row % 2]; }
     __device__ __forceinline__ float &reference(int row) { return pairs[row / 2].reference[row % 2]; }
@@ -97,11 +99,19 @@ struct Rows {
 constexpr int ROWS_OFFSET = 1024, FACTS_OFFSET = ROWS_OFFSET + (16 + 60 * ROWS + 1023) / 1024 * 1024;
 static_assert(sizeof(Queues) <= ROWS_OFFSET && ROWS_OFFSET + sizeof(Rows) <= FACTS_OFFSET, "as the host has it");
 
+// Then facts of rows, and of the CTA's work.
+struct Facts {
+    RowFacts rows[ROWS];
+    CtaRange range; // what is left of the CTA's work
+    ScheduledCta scheduled;
+    bool is_last; // CTA to finish a part of a tile
+};
+
 // Then queries, two K tiles of probabilities, and the pipeline stages.
 constexpr int QUERY_OFFSET = FACTS_OFFSET + (1024 + 128 * ROWS + 1023) / 1024 * 1024;
 constexpr int PROBABILITY_OFFSET = QUERY_OFFSET + HEAD_DIM / 64 * ROWS * 128, PROBABILITY_BYTES = ROWS * 128;
 constexpr int RING_OFFSET = PROBABILITY_OFFSET + 2 * PROBABILITY_BYTES;
-static_assert(FACTS_OFFSET + sizeof(Shared) <= QUERY_OFFSET, "as the host has it");
+static_assert(FACTS_OFFSET + sizeof(Facts) <= QUERY_OFFSET, "as the host has it");
 static_assert(RING_OFFSET + RING_STAGES * STAGE_BYTES <= hopper::MAX_SHARED_BYTES, "it fits");
 
 static __device__ __forceinline__ Queues &queues() { return *(Queues *)dynamic_shared; }

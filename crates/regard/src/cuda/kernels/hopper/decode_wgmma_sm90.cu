@@ -12,6 +12,7 @@
 //
 // Plain scores, exact head dims and runs of 16 keys, as the specialized modules of decode.cu, whose division of work
 // and partial states it has. Not in batch-invariant mode.
+#include "common/arrival.cuh"
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_combine_entry.cuh"
@@ -45,7 +46,7 @@ struct Products {
 struct Consumer {
     const AttentionParameters &params;
     const CacheParameters &cache;
-    Shared &shared;
+    Facts &facts;
     unsigned base; // of shared memory
     int warp, lane;
     unsigned needs;
@@ -110,8 +111,7 @@ struct Consumer {
         }
     }
 
-    // Stores them as f16, in the order of codes. bf16 rows are scaled by a power of two that brings their largest
-    // element to the top of f16's range.
+    // Stores them as f16, in the order of codes. bf16 rows are multiplied by a power of two.
     __device__ __forceinline__ void store_queries(const Queries &queries, float scale) const {
         SharedTile<ROWS> to = {base + QUERY_OFFSET};
 #pragma unroll
@@ -125,20 +125,10 @@ struct Consumer {
                     values[word][code] = E::to_float((Bits)(queries[i][word][code / 2] >> code % 2 * 16));
                     most = fmaxf(most, fabsf(values[word][code]));
                 }
-            float factor = 1.0f, inverse = 1.0f;
-            if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
-                if (ROW_LANES == 32) {
-                    most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-                } else {
-#pragma unroll
-                    for (int step = ROW_LANES / 2; step; step /= 2)
-                        most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-                }
-                WeightScale power = weight_scale(most);
-                factor = power.factor, inverse = power.inverse;
-            }
-            factor = copysignf(factor, scale);
-            if (lane % ROW_LANES == 0) row_numbers().scale(row) = row_scale(scale, inverse);
+            WeightScale power = {1.0f, 1.0f};
+            if (ElementType(ELEMENT_TYPE) == ElementType::BF16) power = query_power<ROW_LANES>(most);
+            float factor = copysignf(power.factor, scale);
+            if (lane % ROW_LANES == 0) row_numbers().scale(row) = row_scale(scale, power.inverse);
 #pragma unroll
             for (int word = 0; word < LANE_WORDS; word++) {
                 int slot = first_slot(lane_word(word));
@@ -196,13 +186,13 @@ struct Consumer {
     __device__ __forceinline__ void begin_rows(const Tile &tile, float value_scale) const {
         if (threadIdx.x >= ROWS) return;
         int row = threadIdx.x;
-        RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
+        RowFacts found = {0, 0, 0, 0.0f, 0, 0, 0};
         if (row < tile.rows) {
             int head, token;
             tile.find_row(params, row, head, token);
-            facts = row_facts<false>(params, tile, head, token);
+            found = row_facts<false>(params, tile, head, token);
         }
-        shared.rows[row] = facts;
+        facts.rows[row] = found;
         row_numbers().out[row].factors[1] = value_scale;
         Softmax::begin_row(row);
     }
@@ -268,7 +258,7 @@ struct Consumer {
             unsigned scales = values + KEYS * VALUE_PITCH;
             if (needs & KEYS_SCALED) softmax.scale_keys(scores, scales, warp, lane);
             if (UNLIKELY(key_tile < every_start || key_tile >= every_end))
-                hide_invisible(scores, shared.rows, key_tile * KEYS + WARP_KEYS * warp, lane);
+                hide_invisible(scores, facts.rows, key_tile * KEYS + WARP_KEYS * warp, lane);
             unsigned probabilities = base + PROBABILITY_OFFSET + turn * PROBABILITY_BYTES;
             float sums[ROW_BLOCKS][2];
             bool exceeds = softmax.exponentiate(scores, scales, needs, probabilities, sums, warp, lane);
@@ -408,25 +398,15 @@ struct Consumer {
 
     // Hands over a tile that is split over several CTAs: to `combine`, or to the last of the CTAs to arrive.
     __device__ __forceinline__ void finish_piece(const Piece &piece) const {
-        if (params.stream_k.partial_ranges && knows_partial_ranges(params)) {
-            // `combine` combines the parts, and waits until all of them are counted.
-            if (threadIdx.x == 0)
-                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals_of(params, piece.first_part, 0))
-                             : "memory");
-        } else if (params.stream_k.partial_ranges) {
-            // `combine` combines the parts when all CTAs are done.
-            if (piece.starts_here && threadIdx.x == 0)
-                partial_range_of(params, piece.tile) = {piece.first_part, piece.last_part};
+        if (params.stream_k.combines) {
+            if (threadIdx.x == 0) count_part(params, piece.tile, piece.starts_here, piece.first_part, piece.last_part);
         } else if (!piece.is_whole()) {
             // Other CTAs have the rest of this tile. The last to arrive combines all parts.
             unsigned *counter = arrivals_of(params, piece.first_part, 0);
-            if (threadIdx.x == 0) {
-                unsigned before;
-                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-                shared.last = before == (unsigned)(piece.last_part - piece.first_part);
-            }
+            if (threadIdx.x == 0)
+                facts.is_last = count_arrival(counter) == (unsigned)(piece.last_part - piece.first_part);
             synchronize_consumers();
-            if (!shared.last) return;
+            if (!facts.is_last) return;
 #pragma unroll 1
             for (int row = warp; row < piece.tile.rows; row += CONSUMER_WARPS)
                 combine_row<STATES_PER_BATCH>(params, piece.tile, row, lane, piece.first_part, piece.last_part,
@@ -437,7 +417,7 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
 #pragma unroll 1
-        for (bool rehearses = KeySide::IS_BYTES && row_numbers().rehearses;; rehearses = false) {
+        for (bool rehearses = MAY_REHEARSE && row_numbers().rehearses;; rehearses = false) {
             rehearses = __shfl_sync(~0u, rehearses, 0);
             const Piece &piece = pieces.next(queues(), rehearses);
             if (!piece.more) break;
@@ -453,30 +433,31 @@ struct Consumer {
     }
 };
 
-// Whether consumers rehearse: over bytes, in a CTA with a long part of a tile. It takes longer than the wait for a
-// short part, and blocks have more code.
+// Whether consumers rehearse: in a CTA with a long part of a tile. It takes longer than the wait for a short part.
 static __device__ __forceinline__ bool rehearses(const AttentionParameters &params, const CtaRange &range) {
     constexpr int LONG_PART = 8; // K tiles
-    return params.stream_k.partial_ranges && range.end - range.begin >= LONG_PART;
+    return MAY_REHEARSE && params.stream_k.combines && range.end - range.begin >= LONG_PART;
 }
 
-// Finds the work range of this CTA: from the schedule of the step if there is one.
-static __device__ __forceinline__ void find_range(const AttentionParameters &params, Shared &shared) {
+// Finds the work range of this CTA: from the schedule of the step if there is one. The first loader does, which hands
+// out pieces of it; the other warps help with much work.
+static __device__ __forceinline__ void find_range(const AttentionParameters &params, Facts &facts, int warp) {
     CtaRange range;
     if (is_scheduled(params)) {
-        load_scheduled(params, shared.scheduled);
-        if (params.block_size) touch_pages(params, shared.scheduled);
-        range = shared.scheduled.range;
+        if (threadIdx.x < 32) load_scheduled(params, facts.scheduled, threadIdx.x);
+        __syncthreads();
+        if (params.block_size) touch_pages(params, facts.scheduled, threadIdx.x);
+        range = facts.scheduled.range;
     } else {
         if (!params.stream_k.work_total) {
             grid_dependency_wait();
             prefetch_lengths(params);
         }
-        range = find_cta_range(params, shared.scan, shared.cta_range);
-        __syncthreads(); // it may be there
+        if (warp == CONSUMER_WARPS || !warps_find_range(params))
+            range = find_cta_range(params, *(RangeScratch *)(dynamic_shared + RING_OFFSET));
     }
-    if (threadIdx.x == 0) {
-        shared.cta_range = range;
+    if (threadIdx.x == CONSUMER_WARPS * 32) {
+        facts.range = range;
         row_numbers().rehearses = rehearses(params, range);
     }
     __syncthreads();
@@ -517,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, decode_wgmma::CTAS_PER_SM)
     const CacheParameters cache = {};
 #endif
     using namespace decode_wgmma;
-    Shared &shared = *(Shared *)(dynamic_shared + FACTS_OFFSET);
+    Facts &facts = *(Facts *)(dynamic_shared + FACTS_OFFSET);
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
     unsigned base = uniform(shared_address(dynamic_shared));
     if (threadIdx.x == 0) {
@@ -527,16 +508,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, decode_wgmma::CTAS_PER_SM)
         init_rehearsal(queues().pieces[PIECES]);
     }
     touch_parameters(params);
-    find_range(params, shared);
+    find_range(params, facts, warp);
     if (warp >= CONSUMER_WARPS) {
         if (SHARES_REGISTERS) hopper::setmaxnreg_dec<LOADER_REGISTERS>();
         Loader loader = {params, cache, warp - CONSUMER_WARPS, lane};
-        loader.run(shared.cta_range, shared.scheduled);
+        loader.run(facts.range, facts.scheduled);
         // A CTA without work ends after the preceding kernel too: a kernel that waits for this one waits for both.
         if (is_scheduled(params)) grid_dependency_wait();
     } else {
         if (SHARES_REGISTERS) hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer consumer = {params, cache, shared, base, warp, lane, (unsigned)uniform(row_numbers().needs)};
+        Consumer consumer = {params, cache, facts, base, warp, lane, (unsigned)uniform(row_numbers().needs)};
         constexpr unsigned I8_PER_TOKEN = KEYS_SCALED | VALUES_SCALED | KEYS_I8 | VALUES_I8;
         if (!KeySide::IS_BYTES || consumer.needs == 0)
             consumer.needs = 0, consumer.run();
@@ -561,7 +542,8 @@ extern "C" __global__ void __launch_bounds__(decode_wgmma::COMBINE_WARPS * 32)
     launch_dependents();
     float (*states)[OUT_PITCH] = (float (*)[OUT_PITCH])dynamic_shared; // of warps
     int rows = TILE_ROWS / gridDim.y, warps = COMBINE_WARPS / rows, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    SplitTile split = begin_combine(params, blockIdx.x, blockIdx.y * rows);
+    SplitTile split = find_tile(params, blockIdx.x, blockIdx.y * rows);
+    await_parts(params, split, *(unsigned *)&states[COMBINE_WARPS]);
     int row = blockIdx.y * rows + warp / warps, first = warp % warps;
     float unit = unit_of(params);
     bool present = row < split.rows && split.is_split();
@@ -593,5 +575,5 @@ extern "C" __global__ void __launch_bounds__(decode_wgmma::COMBINE_WARPS * 32)
                 [&](int k, int column) { return *(const float4 *)&states[warp + k][column]; });
     }
     if (present) store_row(params, split.tile, row, lane, state, element_out_type(params));
-    end_combine(params, split);
+    end_combine(split);
 }

@@ -18,9 +18,10 @@ struct CombineShared {
     // Of parts, and of halves of their outputs if these have units; a row has no more parts than threads.
     float weights[PARTIAL_UNITS ? PARTIAL_UNITS : 1][COMBINE_THREADS];
     float maxima[COMBINE_THREADS / 32], sums[COMBINE_THREADS / 32];
+    unsigned word; // of the tile
 };
 
-// The division of a CTA's rows among its threads.
+// The division of a CTA's rows among its threads. All numbers are powers of two; these are their logarithms.
 struct CombineShape {
     int rows;   // of a CTA
     int slices; // of a row, one per CTA
@@ -28,10 +29,14 @@ struct CombineShape {
     int groups; // per row
 
     __device__ __forceinline__ CombineShape(int ctas_per_tile) {
-        rows = max(1, TILE_ROWS / ctas_per_tile);
-        slices = max(1, ctas_per_tile / TILE_ROWS);
-        width = COMBINE_GROUP / slices;
-        groups = COMBINE_THREADS / (width * rows);
+        int ctas_per_row = __ffs(ctas_per_tile) - log2_of(TILE_ROWS) - 1; // negative: a CTA has several rows
+        rows = max(0, -ctas_per_row);
+        slices = max(0, ctas_per_row);
+        width = log2_of(COMBINE_GROUP) - slices;
+        groups = log2_of(COMBINE_THREADS) - width - rows;
+    }
+    static __device__ __forceinline__ constexpr int log2_of(int power) {
+        return power == 1 ? 0 : 1 + log2_of(power / 2);
     }
 };
 
@@ -41,34 +46,43 @@ template <class F> static __device__ __forceinline__ void for_halves(F f) {
     for (int half = 0; half < (PARTIAL_UNITS ? PARTIAL_UNITS : 1); half++) f(half);
 }
 
-// Combines the parts of a row, which may not exist. `slice`: of the row's outputs.
-static __device__ __forceinline__ void combine_slice(const AttentionParameters &params, const SplitTile &split,
+// Combines the parts of a row, which may not exist; waits for them if they were known before. `slice`: of the row's
+// outputs.
+static __device__ __forceinline__ void combine_slice(const AttentionParameters &params, SplitTile &split,
                                                      const CombineShape &shape, int first_row, int slice) {
     CombineShared &shared = *(CombineShared *)dynamic_shared;
-    int thread = threadIdx.x, lane = thread & 31, groups = shape.groups, row_threads = shape.width * groups;
-    int row = first_row + thread / row_threads, first_thread = thread / row_threads * row_threads;
-    int group = (thread - first_thread) / shape.width, column = slice * shape.width + thread % shape.width;
-    int warps = row_threads / 32;
+    int thread = threadIdx.x, lane = thread & 31, groups = 1 << shape.groups, width = 1 << shape.width;
+    int row_threads = COMBINE_THREADS >> shape.rows, warps = row_threads / 32;
+    int part = thread & row_threads - 1, first_thread = thread - part;
+    int row = first_row + (thread >> shape.width + shape.groups);
+    int group = part >> shape.width, column = slice * width + (thread & width - 1);
     int parts = row < split.rows ? split.parts.last - split.parts.first + 1 : 0;
     PartialStates slot = {partial_state(params, split.parts.first, 1),
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
-    // A thread per four outputs of some parts, in batches: loads have long latency, so the first batch is on its way
-    // while the weights are found, and each is loaded whole before any of it is used.
+    // A thread per four outputs of parts `group`, `group + groups`, ..., in batches: loads have long latency, so the
+    // first batch is on its way while the weights are found, and each is loaded whole before any of it is used.
     constexpr int BATCH = (COMBINE_CTAS_PER_SM > 1 ? 24 : 32) / (sizeof(PartialFour) / 4); // as registers allow
     PartialFour values[BATCH];
-    auto load = [&](int first) {
+    int left = parts - group;
+    long long step = slot.stride << shape.groups;
+    const float *next = slot.slots + group * slot.stride;
+    auto load = [&](const float *first) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * groups < parts) values[i] = PartialTile{slot(first + i * groups)}.four(row, 4 * column);
+            if (i << shape.groups < left)
+                values[i] = PartialTile{i == 0 ? first : next + i * step}.four(row, 4 * column);
     };
-    load(group);
+    // Addresses are found before the wait: instructions that are fetched first take longer to arrive than to run.
+    const float *first = slot(group), *own_part = slot(part);
+    asm volatile("" : "+l"(first), "+l"(next), "+l"(own_part));
+    if (params.stream_k.work_total) await_parts(params, split, shared.word);
+    load(first);
     // A thread per part: their weights.
     State own = {-INF, 0.0f};
-    int part = thread - first_thread;
     float units[PARTIAL_UNITS ? PARTIAL_UNITS : 1] = {};
     if (part < parts) {
-        own = PartialTile{slot(part)}.state(row);
-        for_halves([&](int half) { units[half] = PartialTile{slot(part)}.unit_of_half(half, row); });
+        own = PartialTile{own_part}.state(row);
+        for_halves([&](int half) { units[half] = PartialTile{own_part}.unit_of_half(half, row); });
     }
     float row_max = own.max;
 #pragma unroll
@@ -83,17 +97,20 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) shared.sums[thread / 32] = sum;
     __syncthreads();
-    const float *weights = shared.weights[PARTIAL_UNITS ? 4 * column / DIMS_PER_WARPGROUP : 0] + first_thread;
+    const float *weights = shared.weights[PARTIAL_UNITS ? 4 * column / DIMS_PER_WARPGROUP : 0] + first_thread + group;
     sum = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < warps; i++) sum += shared.sums[first_thread / 32 + i];
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int first = group; first < parts; first += groups * BATCH) {
-        if (first != group) load(first);
+    for (bool again = false; left > 0; again = true) {
+        if (again) load(next);
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * groups < parts) out = add_four(out, weights[first + i * groups], unpack_four(values[i]));
+            if (i << shape.groups < left) out = add_four(out, weights[i << shape.groups], unpack_four(values[i]));
+        next += BATCH * step;
+        weights += BATCH << shape.groups;
+        left -= BATCH << shape.groups;
     }
     if (groups > 1) {
         shared.out[thread] = out;
@@ -101,7 +118,7 @@ static __device__ __forceinline__ void combine_slice(const AttentionParameters &
     }
     if (group != 0 || row >= split.rows) return;
 #pragma unroll 4
-    for (int i = 1; i < groups; i++) out = add_four(out, 1.0f, shared.out[thread + i * shape.width]);
+    for (int i = 1; i < groups; i++) out = add_four(out, 1.0f, shared.out[thread + (i << shape.width)]);
     int head, token;
     split.tile.find_row(params, row, head, token);
     FinalizedRow finalized =

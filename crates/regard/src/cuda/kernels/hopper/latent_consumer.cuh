@@ -15,8 +15,9 @@ struct Consumer {
     ChunkState chunks; // of the next K tile
     PieceReader<PIECES> pieces;
 
-    // Copies queries of the CTA's rows as wgmma reads them: a warp those of rows `index`, `index + QUERY_WARPS`, ...
-    __device__ __forceinline__ void load_queries(const Tile &tile, int index) {
+    // Starts copies of queries of the CTA's rows, as wgmma reads them: a warp those of rows `index`, `index +
+    // QUERY_WARPS`, ...
+    __device__ __forceinline__ void request_queries(const Tile &tile, int index) const {
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
         // A lane per row finds where it is.
         int own_row = first_row_of_cta() + index + lane * QUERY_WARPS, head, token;
@@ -37,6 +38,8 @@ struct Consumer {
                     cp_async(query.chunk(row, chunk + lane), from + chunk * 8, bytes);
         }
         cp_async_commit();
+    }
+    static __device__ __forceinline__ void await_queries() {
         cp_async_wait<0>();
         hopper::fence_proxy_async();
     }
@@ -124,14 +127,9 @@ struct Consumer {
     }
 
     // Counts a part of a tile for `combine`. One warpgroup calls this.
-    __device__ __forceinline__ void count_part(const Piece &piece) const {
-        if (threadIdx.x % 128 != 0) return;
-        if (knows_partial_ranges(params)) {
-            unsigned *arrivals = arrivals_of(params, piece.first_part, blockIdx.x % CTAS_PER_TILE);
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
-        } else if (piece.starts_here) {
-            partial_range_of(params, piece.tile) = {piece.first_part, piece.last_part};
-        }
+    __device__ __forceinline__ void count(const Piece &piece) const {
+        if (threadIdx.x % 128 == 0)
+            count_part(params, piece.tile, piece.starts_here, piece.first_part, piece.last_part);
     }
 };
 

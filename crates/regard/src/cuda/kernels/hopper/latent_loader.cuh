@@ -18,9 +18,10 @@ static __device__ __forceinline__ void touch_lists(const AttentionParameters &pa
     asm volatile("" ::"r"(touched));
 }
 
-// Brings the list of a piece into L1: loaders read it one K tile at a time.
+// Brings the list of a piece into L1: loaders read it one K tile at a time. They read that of few K tiles themselves as
+// soon.
 static __device__ __forceinline__ void touch_list(const AttentionParameters &params, const Piece &piece, int lane) {
-    if (lists_of(params).are_pages) return;
+    if (lists_of(params).are_pages || piece.end_tile() - piece.first_tile() <= 2) return;
     int end = min(piece.key_end, piece.tile.first_list_len);
     [[maybe_unused]] int unused; // the load only fills the cache
 #pragma unroll 1
@@ -34,6 +35,7 @@ template <class Load> static __device__ __forceinline__ void
 run_scheduler(Shared &shared, WorkIterator<KEYS, false> work, int lane, Load load) {
     PipelineState<PIECES> slot;
     Piece piece;
+    bool first = true;
 #pragma unroll 1
     do {
         piece.more = work.next(piece);
@@ -51,7 +53,9 @@ run_scheduler(Shared &shared, WorkIterator<KEYS, false> work, int lane, Load loa
         const Piece &handed = shared.pieces[slot.index];
         slot.advance();
         if (!piece.more) break;
-        prefetch_queries<ROWS>(work.params, piece.tile, first_row_of_cta(), lane);
+        // With lists, those of the first piece are loaded as soon as its keys.
+        if (!LISTS || !first) prefetch_queries<ROWS>(work.params, piece.tile, first_row_of_cta(), lane);
+        first = false;
 #if LISTS
         grid_dependency_wait();
         touch_list(work.params, piece, lane);

@@ -9,13 +9,14 @@ struct RowScores : ScoreWarpgroup {
     float row_max[COLUMNS], row_sum[COLUMNS]; // maxima of all keys, this thread's part of sums
 
     __device__ __forceinline__ void begin(const Tile &tile) {
-        load_queries(tile, warp);
-        synchronize();
+        request_queries(tile, warp);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             row_max[c] = -INF;
             row_sum[c] = 0.0f;
         }
+        await_queries();
+        synchronize();
     }
 
     // The K tiles of a piece.

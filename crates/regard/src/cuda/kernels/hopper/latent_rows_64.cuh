@@ -46,6 +46,9 @@ struct RowConsumer : Consumer {
     __device__ __forceinline__ int other() const { return warpgroup ^ 1; }
 
     __device__ __forceinline__ void begin(const Tile &tile) {
+        // All warps are done with the queries and the row bounds of the piece before.
+        hopper::named_barrier_sync(SCORES_BARRIER, CONSUMER_THREADS);
+        request_queries(tile, 4 * warpgroup + warp);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             row_max[h] = -INF;
@@ -55,17 +58,14 @@ struct RowConsumer : Consumer {
         for (int i = 0; i < OWN_CHUNKS; i++)
 #pragma unroll
             for (int k = 0; k < CHUNK_DIMS / 2; k++) out[i][k] = 0.0f;
-        // All warps are done with the queries and the row bounds of the piece before.
-        hopper::named_barrier_sync(SCORES_BARRIER, CONSUMER_THREADS);
 #if !LISTS
         if (threadIdx.x < ROWS) {
             int head, token;
             tile.find_row(params, min(first_row_of_cta() + (int)threadIdx.x, tile.rows - 1), head, token);
-            exchange.visible[threadIdx.x] = {visible_start(params, tile.seq, token),
-                                             visible_end(params, tile.seq, token)};
+            exchange.visible[threadIdx.x] = tile.keys_of(params, token);
         }
 #endif
-        load_queries(tile, 4 * warpgroup + warp);
+        await_queries();
         hopper::named_barrier_sync(SCORES_BARRIER, CONSUMER_THREADS);
     }
 
@@ -116,7 +116,7 @@ struct RowConsumer : Consumer {
         if (UNLIKELY(first_key < tile.every_start || first_key + KEYS > tile.every_end)) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                VisibleKeys visible = exchange.visible[row(h)];
+                KeyRange visible = exchange.visible[row(h)];
 #pragma unroll
                 for (int i = 0; i < COLUMNS; i++) {
                     int key = first_key + i / 2 * 8 + 2 * (lane & 3) + i % 2;
@@ -469,7 +469,7 @@ static __device__ __forceinline__ void run_consumer(const AttentionParameters &p
         if (is_counted(params)) {
             if (rows.warpgroup == 0) {
                 hopper::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_THREADS);
-                rows.count_part(piece);
+                rows.count(piece);
             } else {
                 hopper::named_barrier_arrive(CONSUMERS_BARRIER, CONSUMER_THREADS);
             }

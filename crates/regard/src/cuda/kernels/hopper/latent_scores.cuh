@@ -80,9 +80,9 @@ struct ScoreWarpgroup : Consumer {
         for (int c = 0; c < COLUMNS; c++) {
             int head, token, key = first_key + 16 * warp + (lane >> 2);
             tile.find_row(params, min(first_row_of_cta() + row_of(c), tile.rows - 1), head, token);
-            int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
-            visible |= (unsigned)(key >= start && key < end) << 2 * c;
-            visible |= (unsigned)(key + 8 >= start && key + 8 < end) << 2 * c + 1;
+            KeyRange seen = tile.keys_of(params, token);
+            visible |= (unsigned)(key >= seen.start && key < seen.end) << 2 * c;
+            visible |= (unsigned)(key + 8 >= seen.start && key + 8 < seen.end) << 2 * c + 1;
         }
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
@@ -150,7 +150,7 @@ template <class Rows> static __device__ __forceinline__ void run_scores(Rows &ro
         rows.finish_rows(piece);
         if (is_counted(rows.params)) {
             hopper::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_THREADS);
-            rows.count_part(piece);
+            rows.count(piece);
         }
         rows.pieces.release(rows.shared, rows.lane);
     }

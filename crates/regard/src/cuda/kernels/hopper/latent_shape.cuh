@@ -138,24 +138,10 @@ constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (RECORDS ? PROB_STAGES * PROB_BYTES 
 static_assert(sizeof(Shared) <= QUERY_OFFSET && PROBS_OFFSET % 1024 == 0,
               "it overlaps the queries, and swizzled tiles");
 
-// The keys that a row sees.
-struct VisibleKeys {
-    int start, end;
-};
-
 // Where the keys of a K tile are: set by the loader of the rest, read by those of the chunks. The lowest bit is set if
 // the key exists and is seen; keys are aligned to 16 bytes.
 struct KeyAddresses {
     unsigned long long of[KEYS];
-};
-
-// How the work is divided.
-union Division {
-    struct {
-        CtaScan scan;
-        CtaRange cta_range;
-    };
-    ScheduledCta scheduled;
 };
 
 #if HAS_SCORE_WARPS
@@ -163,11 +149,11 @@ struct Exchange {
 #if LISTS && !CACHE
     KeyAddresses addresses;
 #endif
-    // Between score warps: a maximum or a sum per row. At the start, before there is any, the division of work is found
-    // in the same place.
+    // Between score warps: a maximum or a sum per row. At the start, before there is any, the CTA's entry of a
+    // schedule is in the same place.
     union {
         float rows[ROWS];
-        Division division;
+        ScheduledCta scheduled;
     };
     // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
     float rescale[PROB_STAGES][ROWS], out_factor[ROWS];
@@ -178,14 +164,14 @@ struct Exchange {
 };
 #else
 struct Exchange {
-    // The keys that the rows see, or where they are. At the start the division of work is found in the same place.
+    // The keys that the rows see, or where they are. At the start the CTA's entry of a schedule is in the same place.
     union {
 #if LISTS
         KeyAddresses addresses;
 #else
-        VisibleKeys visible[ROWS];
+        KeyRange visible[ROWS];
 #endif
-        Division division;
+        ScheduledCta scheduled;
     };
     // From either warpgroup to the other: a row's maximum after a K tile and the factor of what came before it, and in
     // the end the sum over the warpgroup's K tiles.
@@ -234,7 +220,7 @@ static __device__ __forceinline__ void arrive_at_all(unsigned long long &barrier
 // Whether `combine` waits for the parts of tiles. Else the CTA that is the last to finish a part of a tile combines
 // them.
 static __device__ __forceinline__ bool is_counted(const AttentionParameters &params) {
-    return params.stream_k.partial_ranges;
+    return params.stream_k.combines;
 }
 
 } // namespace latent

@@ -35,7 +35,8 @@ struct RecordScores : ScoreWarpgroup {
     }
 
     __device__ __forceinline__ void begin(const Tile &tile) {
-        load_queries(tile, warp);
+        request_queries(tile, warp);
+        await_queries();
         convert_queries();
         if (threadIdx.x % 128 < ROWS) exchange.reference[threadIdx.x % 128] = NO_REFERENCE;
         synchronize();
@@ -43,7 +44,7 @@ struct RecordScores : ScoreWarpgroup {
         for (int c = 0; c < COLUMNS; c++) row_sum[c] = 0.0f;
     }
 
-    // Converts what `load_queries` has loaded, in its place: a warp its rows, a lane 16 dims.
+    // Converts what `request_queries` has loaded, in its place: a warp its rows, a lane 16 dims.
     __device__ __forceinline__ void convert_queries() const {
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
         __syncwarp();

@@ -30,7 +30,7 @@ template <int KEYS, bool IN_STEP> struct WorkIterator {
     // memory.
     __device__ __forceinline__ bool find_in_step(const SequenceTiles &tiles, int &sequence, int &number) const {
         int own = (int)divide(range.work_per_cta, tiles.cost);
-        if (own < 2 || own * tiles.cost != range.work_per_cta) return false;
+        if (own < 2 || (long long)own * tiles.cost != range.work_per_cta) return false;
         int first = sequence - sequence % own; // of as many sequences
         if (first + own > params.batch) return false;
         int within = (sequence - first) * (int)tiles.count(params) + number;
@@ -58,22 +58,14 @@ template <int KEYS, bool IN_STEP> struct WorkIterator {
                 continue;
             }
             int number = (int)divide(range.begin - cursor.before, tiles.cost);
-            long long start = cursor.before + number * tiles.cost, keys_start = start + range.costs.start,
+            long long start = cursor.before + (long long)number * tiles.cost, keys_start = start + range.costs.start,
                       end = start + tiles.cost;
             if (IN_STEP && params.stream_k.work_total && find_in_step(tiles, tile.sequence, number))
                 tile.seq = load_work(params, tile.sequence);
             tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
             tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
             tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
-            int first_token = tile.first_row / params.group,
-                last_token = (tile.first_row + tile.rows - 1) / params.group;
-            tile.any_start = visible_start(params, tile.seq, first_token);
-            tile.every_start = visible_start(params, tile.seq, last_token);
-            tile.every_end = visible_end(params, tile.seq, first_token);
-            tile.any_end = visible_end(params, tile.seq, last_token);
-#if LISTS
-            set_list(params, tile);
-#endif
+            tile.find_keys(params, tiles.keys, threadIdx.x & 31);
             piece.starts_here = start >= range.begin;
             piece.ends_here = end <= range.end;
             piece.first_part = piece.starts_here ? (int)part_index() : (int)divide(start, range.work_per_cta);
