@@ -1,7 +1,7 @@
 //! Decode over latent caches on Hopper: which problems have it, and how it is launched.
 
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
-use super::work::{self, packed_rows, start_units, tiles};
+use super::work::{combine, packed_rows, start_units, tiles};
 use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
@@ -14,9 +14,8 @@ const TILE_KEYS: usize = 64;
 /// Threads of a CTA that combines partial states.
 const COMBINE_THREADS: usize = 512;
 
-/// Its shared memory: `CombineShared` of the kernel.
-const COMBINE_SHARED_BYTES: usize =
-    COMBINE_THREADS * (16 + 2 * 4) + 2 * (COMBINE_THREADS / 32) * 4 + work::COMBINE_SHARED_BYTES;
+/// Its shared memory besides the word of its tile: `CombineShared` of the kernel.
+const COMBINE_SHARED_BYTES: usize = COMBINE_THREADS * (16 + 2 * 4) + 2 * (COMBINE_THREADS / 32) * 4;
 
 /// Parts of a tile from which on a CTA has no more than one row.
 const MANY_PARTS: usize = 32;
@@ -46,13 +45,11 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
     let parts = if combines { parts.min(row_threads(config)) } else { parts };
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
-    let combine = combines.then(|| Launch {
-        module: module.name(),
-        entry: "combine",
-        grid: [tiles as u32, combine_ctas(config, tiles, parts, facts) as u32, 1],
-        threads: COMBINE_THREADS as u32,
-        shared_bytes: COMBINE_SHARED_BYTES as u32,
-        ..Launch::default()
+    let combine = combines.then(|| {
+        let mut combine = combine(module, tiles, combine_ctas(config, tiles, parts, facts));
+        combine.threads = COMBINE_THREADS as u32;
+        combine.shared_bytes += COMBINE_SHARED_BYTES as u32;
+        combine
     });
     let decode = Decode {
         launch: Launch {

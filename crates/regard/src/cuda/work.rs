@@ -8,8 +8,8 @@ use std::borrow::Cow;
 /// Warps per CTA of the kernel that combines partial states. Each has a row, or part of one.
 pub(super) const COMBINE_WARPS: usize = 8;
 
-/// Bytes of shared memory of that kernel besides what warps combine there: the word of its tile.
-pub(super) const COMBINE_SHARED_BYTES: usize = 16;
+/// Bytes of shared memory of every kernel that combines: the word of its tile, rounded up.
+const TILE_WORD_BYTES: u32 = 16;
 
 /// Bytes of keys and values that a CTA could have read while it starts on a tile and ends it: 4.5
 /// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.
@@ -61,7 +61,7 @@ pub(super) fn combine(module: &'static Module, tiles: usize, ctas_per_tile: usiz
         entry: "combine",
         grid: [tiles as u32, ctas_per_tile as u32, 1],
         threads: (32 * COMBINE_WARPS) as u32,
-        shared_bytes: COMBINE_SHARED_BYTES as u32,
+        shared_bytes: TILE_WORD_BYTES,
         ..Launch::default()
     }
 }
