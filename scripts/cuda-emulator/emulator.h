@@ -235,4 +235,5 @@ static inline void *emu_at(unsigned a, unsigned bytes) {
     }
     return emu_shared + a;
 }
-static inline void *__cvta_shared_to_generic(unsigned a) { return emu_at(a, 2); }
+// Its caller may write one byte there: its alignment is not known here.
+static inline void *__cvta_shared_to_generic(unsigned a) { return emu_at(a, 1); }

@@ -358,13 +358,18 @@ unsafe fn add_four_pairs<V: Vector, const M: usize, const QUARTER: usize>(
     // SAFETY: same contract.
     unsafe {
         let pairs = V::block_columns(format, codes, QUARTER);
-        for i in 0..4 {
-            for m in 0..M {
+        for m in 0..M {
+            let row = queries.add(m * (MAX_HEAD_DIM / BLOCK_VALUES) * 16 + 4 * QUARTER);
+            for i in 0..4 {
                 let part = &mut parts[m][i % chains_per_row(M)];
-                let query = m * (MAX_HEAD_DIM / BLOCK_VALUES) * 16 + 4 * QUARTER + i;
                 // The second factor, because an instruction can read that one from memory: on
                 // Zen 4, to broadcast it by another takes a port that products need.
-                *part = pairs[i].pair_mul_add(V::splat(*queries.add(query)), *part);
+                *part = match i {
+                    0 => pairs[i].pair_mul_add_at::<0>(row, *part),
+                    1 => pairs[i].pair_mul_add_at::<1>(row, *part),
+                    2 => pairs[i].pair_mul_add_at::<2>(row, *part),
+                    _ => pairs[i].pair_mul_add_at::<3>(row, *part),
+                };
             }
         }
     }

@@ -115,12 +115,13 @@ unsafe fn weighted_pairs<V: Vector, E: RowFormat, const M: usize, const N: usize
                 V::interleave_rows(E::PAIRS, rows, &mut columns);
                 cursor.prefetch_lines::<V>(&work.prefetch, lines_per_step);
                 for m in 0..M {
+                    let weights = (*weights.add(m))[0].as_ptr().add(pair);
                     for n in 0..N {
-                        let block = (n * V::LANES).checked_div(E::BLOCK).unwrap_or(0);
-                        let weight = (*weights.add(m))[block].as_ptr().add(pair);
-                        sums[m][n] = match E::BLOCK {
-                            0 => V::splat(*weight).pair_mul_add(columns[n], sums[m][n]),
-                            _ => columns[n].pair_mul_add_at(weight, sums[m][n]),
+                        const SECOND: usize = WEIGHTED_TOGETHER / 2;
+                        sums[m][n] = match (n * V::LANES).checked_div(E::BLOCK) {
+                            None => V::splat(*weights).pair_mul_add(columns[n], sums[m][n]),
+                            Some(0) => columns[n].pair_mul_add_at::<0>(weights, sums[m][n]),
+                            Some(_) => columns[n].pair_mul_add_at::<SECOND>(weights, sums[m][n]),
                         };
                     }
                 }

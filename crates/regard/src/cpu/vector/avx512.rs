@@ -311,8 +311,12 @@ impl Vector for Avx512 {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
-    unsafe fn pair_mul_add_at(self, factor: *const f32, addend: Self) -> Self {
-        Avx512(avx512_bf16::pair_mul_add_at(self.0, factor, addend.0))
+    unsafe fn pair_mul_add_at<const OFFSET: usize>(
+        self,
+        factors: *const f32,
+        addend: Self,
+    ) -> Self {
+        Avx512(avx512_bf16::pair_mul_add_at::<OFFSET>(self.0, factors, addend.0))
     }
     #[inline(always)]
     unsafe fn pair_mul_add(self, factor: Self, addend: Self) -> Self {

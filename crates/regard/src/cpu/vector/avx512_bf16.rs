@@ -38,20 +38,26 @@ pub unsafe fn store_paired(vector: __m512, to: *mut bf16) {
     }
 }
 
-/// [`pair_mul_add`] with the pair at `factor` in all lanes.
+/// [`pair_mul_add`] with the pair at `factors + OFFSET` in all lanes. The offset is a part of the
+/// instruction's address: an address of its own per pair would take an instruction more.
 ///
 /// # Safety
-/// The CPU has AVX512_BF16; `factor` holds a pair.
+/// The CPU has AVX512_BF16; there is a pair.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub unsafe fn pair_mul_add_at(a: __m512, factor: *const f32, mut addend: __m512) -> __m512 {
+pub unsafe fn pair_mul_add_at<const OFFSET: usize>(
+    a: __m512,
+    factors: *const f32,
+    mut addend: __m512,
+) -> __m512 {
     // SAFETY: same contract. The instruction reads a pair and writes a register.
     unsafe {
         asm!(
-            "vdpbf16ps {addend}, {a}, dword ptr [{factor}]{{1to16}}",
+            "vdpbf16ps {addend}, {a}, dword ptr [{factors} + {offset}]{{1to16}}",
             addend = inout(zmm_reg) addend,
             a = in(zmm_reg) a,
-            factor = in(reg) factor,
+            factors = in(reg) factors,
+            offset = const OFFSET * size_of::<f32>(),
             options(pure, readonly, nostack, preserves_flags),
         );
     }

@@ -104,9 +104,13 @@ pub trait Vector: Copy {
     unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
-    /// [`Vector::pair_mul_add`] with the pair at `factor` in all lanes, which the instruction
-    /// itself reads.
-    unsafe fn pair_mul_add_at(self, _factor: *const f32, _addend: Self) -> Self {
+    /// [`Vector::pair_mul_add`] with the pair at `factors + OFFSET` in all lanes, which the
+    /// instruction itself reads.
+    unsafe fn pair_mul_add_at<const OFFSET: usize>(
+        self,
+        _factors: *const f32,
+        _addend: Self,
+    ) -> Self {
         unreachable!("this level has no bf16 products")
     }
     /// Lane i holds the pair (`low[i]`, `high[i]`), `low[i]` in the low half.
