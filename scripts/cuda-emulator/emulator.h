@@ -235,5 +235,9 @@ static inline void *emu_at(unsigned a, unsigned bytes) {
     }
     return emu_shared + a;
 }
-// Its caller may write one byte there: its alignment is not known here.
-static inline void *__cvta_shared_to_generic(unsigned a) { return emu_at(a, 1); }
+// Checked as an address of the type that it is cast to.
+struct EmuSharedAddress {
+    unsigned at;
+    template <class T> explicit operator T *() const { return (T *)emu_at(at, sizeof(T)); }
+};
+static inline EmuSharedAddress __cvta_shared_to_generic(unsigned a) { return {a}; }

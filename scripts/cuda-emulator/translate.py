@@ -100,7 +100,7 @@ ASSEMBLY = [
     ("prefetch.global.L2", lambda o, i: ";"),
     ("mov.u32 %0, dynamic_shared;", lambda o, i: f"{o[0]} = shared_address(dynamic_shared);"),
     ("%%laneid", lambda o, i: f"{o[0]} = threadIdx.x & 31;"),
-    ("red.release", lambda o, i: f"atomicAdd((unsigned *)({i[0]}), 1u);"),
+    ("red.release", lambda o, i: f"atomicAdd((unsigned *)({i[0]}), {i[1]});"),
     ("atom.relaxed", lambda o, i: f"{o[0]} = atomicAdd((unsigned *)({i[0]}), 1u);"),
     ("ld.acquire", lambda o, i: f"{o[0]} = *(unsigned *)({i[0]});"),
 ]

@@ -1,5 +1,6 @@
 // wgmma.cuh, emulated: every thread computes its own elements.
 #pragma once
+#include "hopper/hopper.cuh"
 static constexpr int ELEMENT_SMALLEST = Element<ElementType(ELEMENT_TYPE)>::SMALLEST_EXPONENT;
 static inline float elem(unsigned a) { return Element<ElementType(ELEMENT_TYPE)>::to_float(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
 template <int N> struct Wgmma {

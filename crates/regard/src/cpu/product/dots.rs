@@ -362,8 +362,8 @@ unsafe fn add_four_pairs<V: Vector, const M: usize, const QUARTER: usize>(
             let row = queries.add(m * (MAX_HEAD_DIM / BLOCK_VALUES) * 16 + 4 * QUARTER);
             for i in 0..4 {
                 let part = &mut parts[m][i % chains_per_row(M)];
-                // The second factor, because an instruction can read that one from memory: on
-                // Zen 4, to broadcast it by another takes a port that products need.
+                // The instruction reads its second factor: on Zen 4, to broadcast it by another
+                // takes a port that products need.
                 *part = match i {
                     0 => pairs[i].pair_mul_add_at::<0>(row, *part),
                     1 => pairs[i].pair_mul_add_at::<1>(row, *part),
