@@ -43,6 +43,7 @@ pub fn list() -> impl Iterator<Item = Spec> {
         masks(),
         trees(),
         ragged(),
+        many(),
         paged(),
         prefill::prefill(),
         prefill::prefill_features(),
@@ -428,6 +429,40 @@ fn ragged() -> Vec<Spec> {
         causal: true,
         ..spec
     });
+    specs
+}
+
+/// Decode of many sequences: a GPU divides their work by warps up to 32 sequences, by CTAs up to
+/// 256, and else in 64 bits, as it does large work.
+fn many() -> Vec<Spec> {
+    let ragged = |i: usize| (1, i * 7 % 90);
+    let equal = |_| (1, 40);
+    // So few have queries that each may take several CTAs.
+    let sparse = |i: usize| (usize::from(i % 30 == 5), 4 * i);
+    let large = |i: usize| (1, if i == 77 { 7000 } else { i % 60 });
+    let batches = [
+        ("ragged-33", 33, (8, 8), ragged as fn(usize) -> (usize, usize)),
+        ("ragged-200", 200, (8, 2), ragged),
+        ("ragged-300", 300, (8, 8), ragged),
+        ("ragged-1000", 1000, (4, 1), ragged),
+        ("equal-40", 40, (8, 8), equal),
+        ("equal-300", 300, (8, 1), equal),
+        ("sparse-300", 300, (2, 1), sparse),
+        ("large-200", 200, (64, 64), large),
+    ];
+    let mut specs = Vec::new();
+    for (name, count, (query_heads, kv_heads), lengths) in batches {
+        for dtype in [DType::BF16, DType::F32] {
+            let lengths: Vec<_> = (0..count).map(lengths).collect();
+            let spec = Spec::new(format!("many/{name}-{dtype}")).lengths(&lengths).dtype(dtype);
+            specs.push(Spec {
+                ragged_queries: name.starts_with("sparse"),
+                keys: Keys::Ragged { slack: 0 },
+                causal: true,
+                ..spec.heads(query_heads, kv_heads).dims(64, 64)
+            });
+        }
+    }
     specs
 }
 

@@ -2,6 +2,7 @@
 
 use super::{FLOATS, window};
 use crate::case::{KvLayout, Layout};
+use crate::contents::{Contents, Numbers};
 use crate::place::MemorySpec;
 use crate::spec::{
     CacheSpec, Caches, Entries, Granularity, Hide, Keys, ListSpec, MaskSpec, OffsetSpec,
@@ -141,6 +142,9 @@ fn tiles_of_656_bytes() -> Vec<Spec> {
             out_dtype: if i % 4 == 1 { DType::F32 } else { DType::BF16 },
             ..spec("tiles").lengths(&[(1 + i % 2, 700), (2, 0), (1, 130)])
         });
+        // Scales of rows that are far apart.
+        let contents = Contents { k: Numbers::Spread, ..Contents::default() };
+        specs.push(Spec { contents, ..spec("spread").lengths(&[(1, 500), (2, 3), (1, 1)]) });
         let (of, caches) = [
             (ListEntries::Keys, Caches::default()),
             (ListEntries::Slots, Caches::default()),

@@ -324,5 +324,6 @@ fn numbers(numbers: Numbers) -> &'static str {
         Numbers::Scaled(_) => "tiny",
         Numbers::Peaked => "peaked",
         Numbers::Outliers => "outliers",
+        Numbers::Spread => "spread",
     }
 }

@@ -227,6 +227,10 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
         (spec.head_dim, spec.value_dim) = dims;
         if dims == (576, 512) && noise.one_in(2) {
             spec.cache = CacheSpec::new(DType::Mla656, Granularity::Token, Scales::Fitted);
+            // Scales of rows that are far apart.
+            if noise.one_in(3) {
+                spec.contents.k = Numbers::Spread;
+            }
         }
     }
     // Rotary dims in a tensor of their own.
