@@ -121,9 +121,6 @@ static inline void bulk_load(unsigned to, const void *from, int bytes, unsigned 
     there.tx -= bytes;
     settle(there);
 }
-static inline void bulk_prefetch(unsigned long long, const void *from, int bytes) {
-    if ((uintptr_t)from % 16 || bytes % 16) abort();
-}
 static inline void tma_store_commit() {}
 static inline void tma_store_wait() {}
 static inline void prefetch_tensor_map(const TensorMap &) {}

@@ -8,13 +8,20 @@ impl DecodeConfig {
         if self.cache.is_latent() && self.tile_rows > 64 { self.tile_rows / 64 } else { 1 }
     }
 
-    /// Threads per CTA over latent caches: two value warpgroups, a producer's, and with 16 rows or
-    /// over records of `mla656` a score warpgroup.
-    pub const fn latent_threads(&self) -> usize {
+    /// Score warpgroups per CTA over latent caches: one with 16 rows or over records of `mla656`,
+    /// two with both, unless lists name the records. Else value warpgroups have the scores.
+    const fn score_warpgroups(&self) -> usize {
         match (self.tile_rows, self.cache) {
-            (16, _) | (_, Cache::Mla656) => 128 * 4,
-            _ => 128 * 3,
+            (16, Cache::Mla656) if !self.lists => 2,
+            (16, _) | (_, Cache::Mla656) => 1,
+            _ => 0,
         }
+    }
+
+    /// Threads per CTA over latent caches: two value warpgroups, a producer's, and score
+    /// warpgroups.
+    pub const fn latent_threads(&self) -> usize {
+        128 * (3 + self.score_warpgroups())
     }
 
     /// Dynamic shared memory per CTA over latent caches, in bytes; the kernel asserts its layout
@@ -29,7 +36,7 @@ impl DecodeConfig {
         // their probabilities in the place of keys, and more numbers per row.
         let (keys, probabilities, numbers) = if matches!(self.cache, Cache::Mla656) {
             let (halves, stages) = if few { (9, 2) } else { (5, 1) };
-            (halves * 32 * 656, 4 * stages * rows * 128, 4 + stages)
+            (halves * 32 * 656, 4 * stages * rows * 128, 3 + stages + self.score_warpgroups())
         } else {
             let (chunks, stages, numbers) = if few { (11, 2, 3) } else { (8, 0, 6) };
             (64 * 2 * (chunks * 128 + 3 * (head_dim - value_dim)), stages * rows * 128, numbers)

@@ -198,7 +198,7 @@ impl Rows {
             self.decode(128, 128, 64, Specialized, Compute80),
             self.decode(256, 256, 8, Specialized, Compute80),
             self.decode(256, 256, 32, Specialized, Compute80),
-            self.decode(64, 64, 8, Fallback, Compute80),
+            self.decode(64, 64, 8, Fallback, Compute80).must_not_spill(),
             self.decode(64, 64, 32, Fallback, Compute80),
             self.decode(64, 64, 64, Fallback, Compute80),
             self.decode(96, 96, 8, Fallback, Compute80),
@@ -336,9 +336,9 @@ impl Rows {
     /// The decode modules of f32.
     const fn decode_f32(&self) -> [Module; 8] {
         [
-            self.decode(64, 64, 8, Fallback, Compute80),
+            self.decode(64, 64, 8, Fallback, Compute80).must_not_spill(),
             self.decode(64, 64, 32, Fallback, Compute80),
-            self.decode(128, 128, 8, Fallback, Compute80),
+            self.decode(128, 128, 8, Fallback, Compute80).must_not_spill(),
             self.decode(128, 128, 32, Fallback, Compute80),
             self.decode(256, 256, 8, Fallback, Compute80),
             self.decode(256, 256, 32, Fallback, Compute80),

@@ -114,8 +114,8 @@ template <int LANES> static __device__ __forceinline__ WeightScale query_power(f
     return weight_scale(most);
 }
 
-// Queries as f16, in the order of codes, a warp per row, and times a power of two. f16 rows stay as they are, but for
-// nibbles. Stores the inverse powers.
+// Loads queries as f16, a warp per row. Stores their dims in the order of codes. Multiplies each row by a power of two,
+// and stores the inverse powers. f16 rows are not multiplied, except for nibbles.
 template <class Worker> static __device__ __forceinline__ void load_code_queries(const Worker &w) {
     if constexpr (KeySide::HAS_CODES) {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane

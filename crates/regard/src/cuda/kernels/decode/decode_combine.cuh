@@ -15,8 +15,8 @@ static __device__ __forceinline__ float *partial_state(const AttentionParameters
            (cta * params.stream_k.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
-// Counts the parts of a tile that are done, where the last CTA to arrive combines them: those of the rows that CTA
-// `rank` of each part has.
+// The counter of the parts of a tile that are done. The last CTA to arrive combines the parts. CTAs of different `rank`
+// have different rows of the tile, so each rank has a counter.
 static __device__ __forceinline__ unsigned *arrivals_of(const AttentionParameters &params, long long first_part,
                                                         int rank) {
     return (unsigned *)params.workspace + first_part * CTAS_PER_TILE + rank;

@@ -59,15 +59,17 @@ static __device__ __forceinline__ unsigned part_count() { return gridDim.x / CTA
 // for the work itself.
 static __device__ STREAM_K_CALL long long divide_wide(long long a, long long b) { return a / b; }
 
-// A quotient of non-negative numbers. Numbers below 2^24 are divided in f32, whose quotient is off by at most one.
-static __device__ __forceinline__ long long divide(long long a, long long b) {
-    if ((unsigned long long)(a | b) >> 24) return divide_wide(a, b);
-    int quotient = (int)__fdividef((float)(int)a, (float)(int)b);
-    int rest = (int)a - quotient * (int)b;
-    return quotient + (rest >= (int)b) - (rest < 0);
+// A quotient of non-negative numbers below 2^24. In f32 it is off by at most one.
+static __device__ __forceinline__ int divide_small(int a, int b) {
+    int quotient = (int)__fdividef((float)a, (float)b);
+    int rest = a - quotient * b;
+    return quotient + (rest >= b) - (rest < 0);
 }
 
-static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
+// A quotient of non-negative numbers.
+static __device__ __forceinline__ long long divide(long long a, long long b) {
+    return (unsigned long long)(a | b) >> 24 ? divide_wide(a, b) : divide_small((int)a, (int)b);
+}
 
 // The work is divided among sequences, or among rows if they have lists of keys.
 static __device__ __forceinline__ SequenceInfo load_work(const AttentionParameters &params, int index) {
@@ -97,14 +99,9 @@ static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionPa
     } else if (costs.multiple == 1) {
         tiles.cost = tiles.units + costs.start;
     } else {
-        tiles.cost = (int)divide_up(max(tiles.units, 1), costs.multiple) * costs.multiple;
+        tiles.cost = (int)divide(max(tiles.units, 1) + costs.multiple - 1, costs.multiple) * costs.multiple;
     }
     return tiles;
-}
-
-// The tiles of sequence `index`. This is a call where the work of many sequences is counted.
-static __device__ STREAM_K_CALL SequenceTiles tiles_of(const AttentionParameters &params, int index, TileCosts costs) {
-    return sequence_tiles(params, load_work(params, index), costs);
 }
 
 // Tiles of rows that a sequence has at most, per key/value head.
@@ -124,14 +121,7 @@ struct WorkCursor {
     long long before; // work of all sequences before it
 };
 
-static __device__ __forceinline__ long long scan_warp(long long x, int lane) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        long long other = __shfl_up_sync(~0u, x, step);
-        if (lane >= step) x += other;
-    }
-    return x;
-}
+static __device__ __forceinline__ int sum_warp(int x) { return __reduce_add_sync(~0u, x); }
 
 static __device__ __forceinline__ long long sum_warp(long long x) {
 #pragma unroll
@@ -152,25 +142,35 @@ static __device__ long long sum_cta(long long x, CtaScan &scan) {
     return sum;
 }
 
+// Finds the sequence with work position `at` among 32 of a work each, which begin at `before`. Returns which, and sets
+// `before` to the work before it. If it is none of these, returns 32, and `before` is the work before the next ones.
+template <class Number> static __device__ __forceinline__ int find_among(Number work, Number at, Number &before) {
+    int lane = threadIdx.x & 31;
+    Number reached = work;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        Number other = __shfl_up_sync(~0u, reached, step);
+        if (lane >= step) reached += other;
+    }
+    unsigned past = __ballot_sync(~0u, before + reached > at);
+    int found = past ? __ffs(past) - 1 : 32;
+    before += __shfl_sync(~0u, past ? reached - work : reached, min(found, 31));
+    return found;
+}
+
 // Finds the sequence that contains work position `at`, searching forward from `from`. Each warp searches by itself, 32
 // sequences per step.
 static __device__ STREAM_K_CALL WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs,
                                                          WorkCursor from, long long at) {
-    int lane = threadIdx.x & 31;
-    for (;;) {
+    int lane = threadIdx.x & 31, found;
+    do {
         int i = from.sequence + lane;
-        long long length = i < params.batch ? tiles_of(params, i, costs).work(params) : 0;
-        long long until = scan_warp(length, lane);
-        unsigned past = __ballot_sync(~0u, from.before + until > at);
-        if (past) {
-            int lane_found = __ffs(past) - 1;
-            long long before = __shfl_sync(~0u, until - length, lane_found);
-            return {from.sequence + lane_found, from.before + before};
-        }
-        from.before += __shfl_sync(~0u, until, 31);
-        from.sequence += 32;
-        if (from.sequence >= params.batch) return {params.batch, from.before};
-    }
+        long long work = i < params.batch ? sequence_tiles(params, load_work(params, i), costs).work(params) : 0;
+        found = find_among(work, at, from.before);
+        from.sequence += found;
+    } while (found == 32 && from.sequence < params.batch);
+    from.sequence = min(from.sequence, params.batch);
+    return from;
 }
 
 // The work range of a CTA.
@@ -181,69 +181,137 @@ struct CtaRange {
     WorkCursor cursor;
 };
 
-// Divides the work where the lengths are only on the device: each CTA sums them, applies the rule of schedule.rs for
-// equal lengths, and finds its own range.
+// The tiles of a sequence and the units of each.
+template <class Number> struct SequenceWork {
+    Number count;
+    int units;
+};
+
+// The work of sequence `index`; none past the last sequence.
+template <class Number>
+static __device__ __forceinline__ SequenceWork<Number> sequence_work(const AttentionParameters &params, int index) {
+    SequenceTiles tiles = sequence_tiles(params, load_work(params, min(index, params.batch - 1)), {1, 0});
+    return index < params.batch ? SequenceWork<Number>{(Number)tiles.count(params), tiles.units}
+                                : SequenceWork<Number>{0, 0};
+}
+
+// The division of work where the lengths are only on the device: the rule of schedule.rs for equal lengths, applied to
+// sums over all sequences. Number is int for little work, else long long.
+template <class Number> struct WorkDivision {
+    const AttentionParameters &params;
+    int first_units;     // units of a tile of the first sequence
+    Number tiles, units; // of all sequences
+    Number ctas, work_per_cta;
+    int start;    // work of starting a tile
+    bool rounded; // tiles take a whole number of CTAs
+
+    static __device__ __forceinline__ Number quotient(Number a, Number b) {
+        if constexpr (sizeof(Number) == sizeof(int)) {
+            return divide_small(a, b);
+        } else {
+            return divide(a, b);
+        }
+    }
+    static __device__ __forceinline__ Number quotient_up(Number a, Number b) { return quotient(a + b - 1, b); }
+
+    // Divides the work. `each` calls a function with the work of every sequence of this thread. `sum` sums a number
+    // over the threads.
+    template <class Each, class Sum> __device__ __forceinline__ void divide_all(const Each &each, const Sum &sum) {
+        tiles = units = 0;
+        each([&](const SequenceWork<Number> &of) {
+            tiles += of.count;
+            units += of.count * of.units;
+        });
+        tiles = sum(tiles);
+        units = sum(units);
+        divide_total();
+        if (may_misfit()) {
+            Number misfits = 0;
+            each([&](const SequenceWork<Number> &of) { misfits += misfit(of); });
+            fit(sum(misfits));
+        }
+    }
+
+    __device__ __forceinline__ void divide_total() {
+        ctas = part_count();
+        start = params.stream_k.tile_start_work;
+        // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
+        rounded = tiles && 2 * tiles <= ctas && !params.batch_invariant;
+        if (rounded) {
+            Number max_parts = quotient(units, tiles * min_units(params.stream_k.key_groups));
+            Number parts = min(quotient(ctas, tiles), max(max_parts, (Number)1));
+            work_per_cta = max(quotient_up(units, parts * tiles), (Number)2);
+            start = 0;
+        } else {
+            work_per_cta = quotient_up(units + tiles * start, ctas);
+        }
+    }
+
+    __device__ __forceinline__ Number parts(const SequenceWork<Number> &of) const {
+        return quotient_up(max(of.units, 1), work_per_cta);
+    }
+
+    // Whether `fit` may change the division.
+    __device__ __forceinline__ bool may_misfit() const {
+        return rounded ? params.batch > 1 : !params.batch_invariant && first_units * tiles == units;
+    }
+
+    // The number that `fit` needs the sum of, over all sequences.
+    __device__ __forceinline__ Number misfit(const SequenceWork<Number> &of) const {
+        return rounded ? parts(of) * of.count : of.units != first_units && of.count;
+    }
+
+    // Corrects the division.
+    __device__ __forceinline__ void fit(Number misfits) {
+        if (rounded) {
+            // Rounding up adds less than one CTA per tile, so this always fits.
+            if (misfits > ctas) work_per_cta = max(quotient_up(units, ctas - tiles), (Number)2);
+        } else {
+            // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
+            Number whole_tiles = quotient_up(tiles, ctas) * (first_units + start);
+            if (!misfits && whole_tiles * 25ll <= (work_per_cta + start) * 26ll) work_per_cta = whole_tiles;
+        }
+    }
+
+    __device__ __forceinline__ Number total() const { return rounded ? ctas * work_per_cta : units + tiles * start; }
+
+    __device__ __forceinline__ Number work(const SequenceWork<Number> &of) const {
+        return of.count * (rounded ? parts(of) * work_per_cta : of.units + start);
+    }
+
+    // The range of this CTA. Its cursor is at the first sequence.
+    __device__ __forceinline__ CtaRange range() const {
+        CtaRange range;
+        range.costs = {rounded ? (int)work_per_cta : 1, start};
+        range.work_per_cta = work_per_cta;
+        Number begin = part_index() * work_per_cta;
+        range.begin = begin;
+        range.end = min(begin + work_per_cta, total());
+        range.cursor = {0, 0};
+        return range;
+    }
+};
+
+// Divides any work: each CTA sums the work of all sequences, and finds its own range.
 static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &params, CtaScan &scan,
                                                     CtaRange &result) {
-    CtaRange cta_range;
-    const TileCosts keys_only = {1, 0};
-    cta_range.costs = {1, params.stream_k.tile_start_work};
     // With few sequences each warp scans all of them by itself, which is faster than a CTA-wide sum.
     bool few = params.batch <= 256;
     int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
-    auto sum = [&](long long x) { return few ? sum_warp(x) : sum_cta(x, scan); };
-    long long tiles = 0, units = 0, parts = 0;
+    auto each = [&](auto &&take) {
 #pragma unroll 1
-    for (int i = from; i < params.batch; i += step) {
-        SequenceTiles here = tiles_of(params, i, keys_only);
-        tiles += here.count(params);
-        units += here.work(params);
-    }
-    tiles = sum(tiles);
-    units = sum(units);
-    long long work_total = units + tiles * params.stream_k.tile_start_work, ctas = part_count();
-    cta_range.work_per_cta = divide_up(work_total, ctas);
-    if (tiles && 2 * tiles <= ctas && !params.batch_invariant) {
-        // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
-        long long work_per_cta =
-            max(divide_up(units, min(divide(ctas, tiles),
-                                     max(1ll, divide(units, tiles * min_units(params.stream_k.key_groups)))) *
-                                     tiles),
-                2ll);
-#pragma unroll 1
-        for (int i = from; i < params.batch; i += step) {
-            SequenceTiles here = tiles_of(params, i, {(int)work_per_cta, 0});
-            parts += divide(here.cost, work_per_cta) * here.count(params);
-        }
-        parts = sum(parts);
-        // Rounding up adds less than one CTA per tile, so this always fits.
-        if (parts > ctas) work_per_cta = max(divide_up(units, ctas - tiles), 2ll);
-        cta_range.costs = {(int)work_per_cta, 0};
-        cta_range.work_per_cta = work_per_cta;
-        work_total = ctas * work_per_cta;
-    } else if (!params.batch_invariant) {
-        // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
-        SequenceTiles first = tiles_of(params, 0, cta_range.costs);
-        long long whole_tiles = divide_up(tiles, ctas) * first.cost;
-        bool same_lengths = (long long)first.units * tiles == units;
-#pragma unroll 1
-        for (int i = from; i < params.batch && same_lengths; i += step) {
-            SequenceTiles here = tiles_of(params, i, cta_range.costs);
-            same_lengths = here.units == first.units || !here.row_tiles;
-        }
-        if (!sum(!same_lengths) && whole_tiles * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
-            cta_range.work_per_cta = whole_tiles;
-    }
-    cta_range.begin = part_index() * cta_range.work_per_cta;
-    cta_range.end = min(cta_range.begin + cta_range.work_per_cta, work_total);
-    cta_range.cursor = {0, 0};
+        for (int i = from; i < params.batch; i += step) take(sequence_work<long long>(params, i));
+    };
+    WorkDivision<long long> all = {params, sequence_work<long long>(params, 0).units};
+    all.divide_all(each, [&](long long x) { return few ? sum_warp(x) : sum_cta(x, scan); });
+    CtaRange cta_range = all.range();
     WorkCursor &cursor = cta_range.cursor;
     if (cta_range.begin < cta_range.end) {
         // Skip blockDim.x sequences at a time, until a step passes `begin`.
 #pragma unroll 1
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
-            long long skipped =
-                sum_cta(tiles_of(params, cursor.sequence + threadIdx.x, cta_range.costs).work(params), scan);
+            long long work = all.work(sequence_work<long long>(params, cursor.sequence + threadIdx.x));
+            long long skipped = sum_cta(work, scan);
             if (cursor.before + skipped > cta_range.begin) break;
             cursor.before += skipped;
         }
@@ -252,16 +320,6 @@ static __device__ STREAM_K_CALL void partition_work(const AttentionParameters &p
         if (cursor.sequence >= params.batch) cta_range.end = cta_range.begin;
     }
     if (threadIdx.x == 0) result = cta_range;
-}
-
-// The tiles of a sequence and the units of each, for the 32-bit path below.
-struct SequenceWork {
-    int count, units;
-};
-
-static __device__ __forceinline__ SequenceWork sequence_work(const AttentionParameters &params, int index) {
-    SequenceTiles tiles = sequence_tiles(params, load_work(params, min(index, params.batch - 1)), {1, 0});
-    return index < params.batch ? SequenceWork{(int)tiles.count(params), tiles.units} : SequenceWork{0, 0};
 }
 
 // Whether the batch and the total work are small enough for the 32-bit path.
@@ -278,121 +336,35 @@ static __device__ __forceinline__ bool is_little_work(const AttentionParameters 
            (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
 }
 
-// A quotient of numbers below LITTLE_WORK.
-static __device__ __forceinline__ int divide_small(int a, int b) {
-    int quotient = (int)__fdividef((float)a, (float)b);
-    int rest = a - quotient * b;
-    return quotient + (rest >= b) - (rest < 0);
-}
-
-static __device__ __forceinline__ int divide_small_up(int a, int b) { return divide_small(a + b - 1, b); }
-
-// Little work, and how it is divided: as by partition_work, in 32 bits.
-struct LittleWork {
-    const AttentionParameters &params;
-    int tiles, units, first_units; // of all sequences; units of the first one
-    int ctas, work_per_cta, start;
-    bool rounded; // tiles take a whole number of CTAs
-
-    // Divides the work, from sums over all sequences.
-    __device__ __forceinline__ void divide() {
-        ctas = part_count();
-        start = params.stream_k.tile_start_work;
-        rounded = tiles && 2 * tiles <= ctas && !params.batch_invariant;
-        if (rounded) {
-            int parts = min(divide_small(ctas, tiles),
-                            max(1, divide_small(units, tiles * min_units(params.stream_k.key_groups))));
-            work_per_cta = max(divide_small_up(units, parts * tiles), 2);
-            start = 0;
-        } else {
-            work_per_cta = divide_small_up(units + tiles * start, ctas);
-        }
-    }
-
-    __device__ __forceinline__ int parts(const SequenceWork &of) const {
-        return divide_small_up(max(of.units, 1), work_per_cta);
-    }
-
-    // What `fit` needs the sum of, over all sequences.
-    __device__ __forceinline__ int misfit(const SequenceWork &of) const {
-        return rounded ? parts(of) * of.count : of.units != first_units && of.count;
-    }
-
-    // Corrects the division.
-    __device__ __forceinline__ void fit(int misfits) {
-        if (rounded) {
-            // Rounding up adds less than one CTA per tile, so this always fits.
-            if (misfits > ctas) work_per_cta = max(divide_small_up(units, ctas - tiles), 2);
-        } else {
-            // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
-            int whole_tiles = divide_small_up(tiles, ctas) * (first_units + start);
-            if (!params.batch_invariant && !misfits && first_units * tiles == units &&
-                whole_tiles * 25ll <= (work_per_cta + start) * 26ll)
-                work_per_cta = whole_tiles;
-        }
-    }
-
-    __device__ __forceinline__ int total() const { return rounded ? ctas * work_per_cta : units + tiles * start; }
-
-    __device__ __forceinline__ int work(const SequenceWork &of) const {
-        return of.count * (rounded ? parts(of) * work_per_cta : of.units + start);
-    }
-};
-
-// Finds the sequence with work position `at` among 32 of a work each, which begin at `before`. Returns which, and sets
-// `before` to the work before it; 32, and the work before the next ones, if it is none of these.
-static __device__ __forceinline__ int find_among(int work, int at, int &before) {
-    int lane = threadIdx.x & 31, reached = work;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        int other = __shfl_up_sync(~0u, reached, step);
-        if (lane >= step) reached += other;
-    }
-    unsigned past = __ballot_sync(~0u, before + reached > at);
-    int found = past ? __ffs(past) - 1 : 32;
-    before += __shfl_sync(~0u, past ? reached - work : reached, min(found, 31));
-    return found;
-}
-
 // The same result as partition_work for little work. This chain of instructions is the latency of a short call, so it
 // has no call, reads parameters from constant memory only, and has no barrier if there are no more than 32 sequences:
 // every warp is by itself then, with a lane per sequence.
 static __device__ __forceinline__ CtaRange partition_little_work(const AttentionParameters &params,
-                                                                 SequenceWork (&works)[MAX_LITTLE_SEQUENCES]) {
+                                                                 SequenceWork<int> (&works)[MAX_LITTLE_SEQUENCES]) {
     int lane = threadIdx.x & 31, index = lane;
     // More sequences than lanes: every thread counts the work of one, and warps read it from shared memory.
     bool many = params.batch > 32;
-    SequenceWork own;
+    SequenceWork<int> own;
     if (many) index = threadIdx.x;
 #pragma unroll 1
     do {
-        own = sequence_work(params, index);
+        own = sequence_work<int>(params, index);
         if (many && index < MAX_LITTLE_SEQUENCES) works[index] = own;
         index += blockDim.x;
     } while (many && index < (params.batch + 31 & ~31));
     if (many) __syncthreads();
-    LittleWork all = {params, 0, 0, many ? works[0].units : __shfl_sync(~0u, own.units, 0)};
-#pragma unroll 1
-    for (int first = 0; first < params.batch; first += 32) {
-        if (many) own = works[first + lane];
-        all.tiles += own.count;
-        all.units += own.count * own.units;
-    }
-    all.tiles = __reduce_add_sync(~0u, all.tiles);
-    all.units = __reduce_add_sync(~0u, all.units);
-    all.divide();
-    if (params.batch > 1 || !all.rounded) {
-        int misfits = 0;
+    auto each = [&](auto &&take) {
 #pragma unroll 1
         for (int first = 0; first < params.batch; first += 32) {
             if (many) own = works[first + lane];
-            misfits += all.misfit(own);
+            take(own);
         }
-        all.fit(__reduce_add_sync(~0u, misfits));
-    }
-    int at = part_index() * all.work_per_cta, until = min(at + all.work_per_cta, all.total());
-    int sequence = 0, before = 0;
-    if (params.batch > 1 && at < until) {
+    };
+    WorkDivision<int> all = {params, many ? works[0].units : __shfl_sync(~0u, own.units, 0)};
+    all.divide_all(each, [](int x) { return sum_warp(x); });
+    CtaRange cta_range = all.range();
+    int at = (int)cta_range.begin, sequence = 0, before = 0;
+    if (params.batch > 1 && cta_range.begin < cta_range.end) {
         int found = 32;
 #pragma unroll 1
         for (int first = 0; first < params.batch && found == 32; first += 32) {
@@ -402,19 +374,15 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
         }
     }
     if (many) __syncthreads();
-    CtaRange cta_range;
-    cta_range.costs = {all.rounded ? all.work_per_cta : 1, all.start};
-    cta_range.work_per_cta = all.work_per_cta;
-    cta_range.begin = at;
     // With rounded-up tiles, the work may end before the last CTAs.
-    cta_range.end = sequence < params.batch ? until : at;
+    if (sequence >= params.batch) cta_range.end = cta_range.begin;
     cta_range.cursor = {sequence, before};
     return cta_range;
 }
 
 // Shared memory for finding a work range.
 union RangeScratch {
-    SequenceWork works[MAX_LITTLE_SEQUENCES];
+    SequenceWork<int> works[MAX_LITTLE_SEQUENCES];
     struct {
         CtaScan scan;
         CtaRange range;

@@ -10,8 +10,8 @@
 // of the other.
 //
 // Warp-specialized: a scheduler warp, which finds the CTA's work; three loader warps; two value warpgroups with half of
-// the value dims each; and with 16 rows a score warpgroup with Q K^T, the online softmax and P. Scheduler and loaders
-// combine split tiles when they have no more work.
+// the value dims each; and with 16 rows or over records one or two score warpgroups, with Q K^T, the online softmax and
+// P. Scheduler and loaders combine split tiles when they have no more work.
 //
 // With lists of keys (LISTS), the rows of a tile are heads of one token, and loaders copy the listed keys one by one;
 // the scheduler warp is one of them.

@@ -145,12 +145,6 @@ static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned 
                  : "memory");
 }
 
-// Asks for contiguous bytes, a multiple of 16, to be brought to L2.
-static __device__ __forceinline__ void bulk_prefetch(unsigned long long policy, const void *from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
-                 : "memory");
-}
-
 static __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until this thread's TMA stores have read their shared memory.
 static __device__ __forceinline__ void tma_store_wait() {

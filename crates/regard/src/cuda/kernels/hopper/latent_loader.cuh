@@ -53,7 +53,7 @@ run_scheduler(Shared &shared, WorkIterator<KEYS, false> work, int lane, Load loa
         const Piece &handed = shared.pieces[slot.index];
         slot.advance();
         if (!piece.more) break;
-        // With lists, those of the first piece are loaded as soon as its keys.
+        // With lists, the first piece needs no prefetch. Its queries are loaded as soon as its keys.
         if (!LISTS || !first) prefetch_queries<ROWS>(work.params, piece.tile, first_row_of_cta(), lane);
         first = false;
 #if LISTS

@@ -1,4 +1,4 @@
-// The roles of consumer warps of the decode kernel for latent caches, if there is a score warpgroup.
+// The roles of consumer warps of the decode kernel for latent caches, if there are score warpgroups.
 #pragma once
 #include "hopper/latent_scores.cuh"
 #include "hopper/latent_values.cuh"

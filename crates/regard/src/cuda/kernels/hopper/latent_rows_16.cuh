@@ -54,7 +54,7 @@ struct RowScores : ScoreWarpgroup {
         for (int c = 0; c < COLUMNS; c++) tile_max[c] = fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
         reduce_rows(tile_max, [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) tile_max[c] = exchange.rows[row_of(c)];
+        for (int c = 0; c < COLUMNS; c++) tile_max[c] = exchange.rows[0][row_of(c)];
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             tile_max[c] = fmaxf(tile_max[c], row_max[c]);
@@ -106,7 +106,7 @@ struct RowScores : ScoreWarpgroup {
         synchronize();
         wait_factor_empty();
         int row = 32 * warp + lane;
-        if (row < ROWS) exchange.out_factor[row] = finish_row(piece, row, {maxima[row], exchange.rows[row]}, true);
+        if (row < ROWS) exchange.out_factor[row] = finish_row(piece, row, {maxima[row], exchange.rows[0][row]}, true);
         publish_factors();
     }
 };

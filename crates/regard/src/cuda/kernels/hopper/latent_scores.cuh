@@ -1,4 +1,4 @@
-// The score warpgroup of the decode kernel for latent caches, with 16 rows or over records of mla656: Q K^T, the online
+// Score warpgroups of the decode kernel for latent caches, with 16 rows or over records of mla656: Q K^T, the online
 // softmax, and P^T for the value warpgroups.
 #pragma once
 #include "hopper/latent_consumer.cuh"
@@ -19,9 +19,15 @@ struct ScoreWarpgroup : Consumer {
     unsigned long long present; // keys of the K tile that exist and are seen
 #endif
 
-    __device__ __forceinline__ void synchronize() const { hopper::named_barrier_sync(SCORES_BARRIER, 128); }
+    // The number of this score warpgroup.
+    __device__ __forceinline__ int group() const { return SCORE_WARPGROUPS > 1 ? warpgroup - VALUE_WARPGROUPS : 0; }
+
+    __device__ __forceinline__ void synchronize() const { hopper::named_barrier_sync(SCORES_BARRIER + group(), 128); }
 
     __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
+
+    // Before the first piece.
+    __device__ __forceinline__ void start() {}
 
     // Multiplies queries by the keys of the next K tile; `multiply(sum, queries, keys, keep)` issues the products of 16
     // dims.
@@ -112,7 +118,7 @@ struct ScoreWarpgroup : Consumer {
             float combined = own[0];
 #pragma unroll 4
             for (int i = 1; i < 32; i++) combined = f(combined, own[i * 4]);
-            exchange.rows[thread] = combined;
+            exchange.rows[group()][thread] = combined;
         }
         synchronize();
     }
@@ -123,7 +129,8 @@ struct ScoreWarpgroup : Consumer {
         hopper::fence_proxy_async();
         __syncwarp();
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_full[probs.index]));
-        probs.advance();
+#pragma unroll
+        for (int i = 0; i < SCORE_WARPGROUPS; i++) probs.advance();
     }
 
     // Waits until the value warpgroups are done with the factors of the piece before.
@@ -140,6 +147,7 @@ struct ScoreWarpgroup : Consumer {
 
 // All pieces of work of a score warpgroup.
 template <class Rows> static __device__ __forceinline__ void run_scores(Rows &rows) {
+    rows.start();
     grid_dependency_wait();
 #pragma unroll 1
     for (;;) {
@@ -150,7 +158,7 @@ template <class Rows> static __device__ __forceinline__ void run_scores(Rows &ro
         rows.finish_rows(piece);
         if (is_counted(rows.params)) {
             hopper::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_THREADS);
-            rows.count(piece);
+            if (rows.group() == 0) rows.count(piece);
         }
         rows.pieces.release(rows.shared, rows.lane);
     }

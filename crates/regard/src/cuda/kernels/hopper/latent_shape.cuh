@@ -28,31 +28,35 @@ static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
 }
 // Whether keys are records of mla656. Their codes stay in shared memory.
 constexpr bool RECORDS = CACHE_CLASS == CacheClass::Mla656;
-// A CTA's warps: of the value warpgroups, with 16 rows or records of a score warpgroup, the scheduler, and the loaders.
+// A CTA's warps: of the value warpgroups, with 16 rows or records of score warpgroups, the scheduler, and the loaders.
+// Two score warpgroups take K tiles in turn, where one would take longer than memory: 16 rows of records that follow
+// one another.
 #define HAS_SCORE_WARPS (TILE_ROWS == 16 || CACHE)
-constexpr bool HAS_SCORE_WARPGROUP = HAS_SCORE_WARPS;
-constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + (HAS_SCORE_WARPGROUP ? 4 : 0),
+constexpr int SCORE_WARPGROUPS = !HAS_SCORE_WARPS ? 0 : RECORDS && ROWS == 16 && !LISTS ? 2 : 1;
+constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + 4 * SCORE_WARPGROUPS,
               LOADER_WARP = SCHEDULER_WARP + 1;
 // One for the chunks of each value warpgroup, one for the rest; those of records take halves of K tiles in turn.
 constexpr int PRODUCER_WARPS = 4, LOADERS = PRODUCER_WARPS - 1;
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
 // The warps that load queries: those of the warpgroups that have scores.
-constexpr int QUERY_WARPS = HAS_SCORE_WARPGROUP ? 4 : SCHEDULER_WARP;
-// Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
-// that the CTA has at launch.
-constexpr int VALUE_REGISTERS = !HAS_SCORE_WARPGROUP ? 208
-                                : !RECORDS           ? 160
-                                : ROWS == 16         ? 120
-                                                     : 176,
-              SCORE_REGISTERS = !RECORDS     ? 136
-                                : ROWS == 16 ? 208
-                                             : 128,
-              PRODUCER_REGISTERS = !HAS_SCORE_WARPGROUP ? 88
-                                   : !RECORDS           ? 56
-                                   : ROWS == 16         ? 64
-                                                        : 32,
+constexpr int QUERY_WARPS = SCORE_WARPGROUPS ? 4 * SCORE_WARPGROUPS : SCHEDULER_WARP;
+// Registers per thread: of value warpgroups, of score warpgroups, and of scheduler and loaders, together those that the
+// CTA has at launch.
+constexpr int VALUE_REGISTERS = !SCORE_WARPGROUPS       ? 208
+                                : !RECORDS              ? 160
+                                : SCORE_WARPGROUPS == 2 ? 88
+                                : ROWS == 16            ? 120
+                                                        : 176,
+              SCORE_REGISTERS = !RECORDS                ? 136
+                                : SCORE_WARPGROUPS == 2 ? 120
+                                : ROWS == 16            ? 208
+                                                        : 128,
+              PRODUCER_REGISTERS = !SCORE_WARPGROUPS ? 88
+                                   : !RECORDS        ? 56
+                                   : ROWS == 16      ? 64
+                                                     : 32,
               LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + HAS_SCORE_WARPGROUP * SCORE_REGISTERS) +
+static_assert(128 * (VALUE_WARPGROUPS * VALUE_REGISTERS + SCORE_WARPGROUPS * SCORE_REGISTERS) +
                       32 * PRODUCER_WARPS * PRODUCER_REGISTERS <=
                   THREADS * LAUNCH_REGISTERS,
               "setmaxnreg would wait for ever");
@@ -80,6 +84,9 @@ constexpr int CHUNKS = RECORDS      ? (ROWS == 16 ? 9 : 5)
                                     : 8,
               REST_STAGES = RECORDS ? CHUNKS : 3, PROB_STAGES = RECORDS && ROWS == 64 ? 1 : 2;
 constexpr int PROB_TILES = RECORDS ? TILE_CHUNKS : 1; // of a stage
+// Whether products of probabilities and values are f16, in units (records_weights.cuh). With 64 rows what that adds
+// takes longer than what it saves.
+constexpr bool HAS_VALUE_UNITS = RECORDS && ROWS == 16;
 constexpr int PROB_BYTES = PROB_TILES * ROWS * KEYS * 2;
 // A record of mla656: codes of the value dims, an f32 scale per chunk of them, and the other dims in bf16.
 constexpr int RECORD_BYTES = 656, SCALES_BYTE = VALUE_DIM, ROTARY_BYTE = SCALES_BYTE + TILE_CHUNKS * 4;
@@ -132,9 +139,9 @@ constexpr int QUERY_OFFSET = 1024, KEYS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM 
 constexpr int CHUNKS_OFFSET = KEYS_OFFSET + (RECORDS ? PROB_STAGES * PROB_BYTES : 0),
               REST_OFFSET = CHUNKS_OFFSET + CHUNKS * (RECORDS ? STAGE_BYTES : CHUNK_BYTES),
               PROBS_OFFSET = RECORDS ? KEYS_OFFSET : REST_OFFSET + REST_STAGES * REST_BYTES,
-              EXCHANGE_OFFSET = RECORDS               ? REST_OFFSET
-                                : HAS_SCORE_WARPGROUP ? PROBS_OFFSET + PROB_STAGES * PROB_BYTES
-                                                      : PROBS_OFFSET;
+              EXCHANGE_OFFSET = RECORDS            ? REST_OFFSET
+                                : SCORE_WARPGROUPS ? PROBS_OFFSET + PROB_STAGES * PROB_BYTES
+                                                   : PROBS_OFFSET;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && PROBS_OFFSET % 1024 == 0,
               "it overlaps the queries, and swizzled tiles");
 
@@ -144,15 +151,26 @@ struct KeyAddresses {
     unsigned long long of[KEYS];
 };
 
+#if CACHE
+// Units of values, a power of two per chunk (records_weights.cuh).
+struct ValueUnits {
+    alignas(16) float inverse[TILE_CHUNKS]; // of the piece so far
+    float largest[4][TILE_CHUNKS];          // scale of a K tile, per score warp
+    float factor[PROB_STAGES][TILE_CHUNKS]; // of the outputs so far, if rows are rescaled
+    bool is_wide[PROB_STAGES];              // the same: whether the K tile has bf16 numbers instead
+    float of_piece[TILE_CHUNKS];            // of a piece's outputs in the end
+};
+#endif
+
 #if HAS_SCORE_WARPS
 struct Exchange {
 #if LISTS && !CACHE
     KeyAddresses addresses;
 #endif
-    // Between score warps: a maximum or a sum per row. At the start, before there is any, the CTA's entry of a
-    // schedule is in the same place.
+    // Between the warps of a score warpgroup: a maximum or a sum per row. At the start, before there is any, the CTA's
+    // entry of a schedule is in the same place.
     union {
-        float rows[ROWS];
+        float rows[SCORE_WARPGROUPS][ROWS];
         ScheduledCta scheduled;
     };
     // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
@@ -160,6 +178,7 @@ struct Exchange {
 #if CACHE
     // Of score warps: what exponents are relative to, and the powers of two that queries were divided by.
     float reference[ROWS], query_scale[ROWS];
+    ValueUnits units;
 #endif
 };
 #else
@@ -180,9 +199,10 @@ struct Exchange {
 #endif
 static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "the host reserves this much shared memory");
 
-// Named barriers.
-constexpr int SCORES_BARRIER = 1, CONSUMERS_BARRIER = 2, VALUES_BARRIER = 3, // the last: one per value warpgroup
-    PART_BARRIER = VALUES_BARRIER + VALUE_WARPGROUPS;
+// Named barriers. Of SCORES_BARRIER and TURN_BARRIER there is one per score warpgroup, of VALUES_BARRIER one per value
+// warpgroup.
+constexpr int CONSUMERS_BARRIER = 1, PART_BARRIER = 2, ALL_SCORES_BARRIER = 3, VALUES_BARRIER = 4,
+              SCORES_BARRIER = VALUES_BARRIER + VALUE_WARPGROUPS, TURN_BARRIER = SCORES_BARRIER + 2;
 
 // A position in the pipeline of chunks.
 struct ChunkState {

@@ -39,8 +39,6 @@ struct RecordLoader : KeyLoader {
              is_run = __all_sync(~0u, present && is_next);
         bool copies = is_run ? lane == 0 : present;
         int bytes = is_run ? STAGE_BYTES : RECORD_BYTES;
-        // While another half is in the place of this one.
-        if (copies) hopper::bulk_prefetch(policy, (const void *)at, bytes);
         unsigned to = base + CHUNKS_OFFSET + stage.index * STAGE_BYTES + lane * RECORD_BYTES;
         unsigned full = shared_address(&shared.full[stage.index]);
         hopper::mbarrier_wait(shared_address(&shared.empty[stage.index]), stage.phase ^ 1);

@@ -35,16 +35,17 @@ static __device__ __forceinline__ void rotary_operands(unsigned (&a)[KEY_STEPS][
 // The dim in a slot of Q K^T, in pairs: pair `i` of 16 slots.
 static __device__ __forceinline__ constexpr int pair_of_slots(int i) { return i % 4 * 2 + i / 4; }
 
-// 16 value dims of 32 keys as operand A of P V, in bf16. Rows lane / 4 and lane / 4 + 8 are dims 2 (lane / 4) and 2
-// (lane / 4) + 1. `words`: by ldmatrix, transposed.
+// 16 value dims of 32 keys as operand A of P V, in f16, or in bf16 if the K tile is wide. Rows lane / 4 and lane / 4 +
+// 8 are dims 2 (lane / 4) and 2 (lane / 4) + 1. `words`: by ldmatrix, transposed.
+template <bool IS_WIDE>
 static __device__ __forceinline__ void value_operands(unsigned (&a)[2][4], const unsigned (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         // Words have two dims of a key, then of the next.
         unsigned even, odd;
         hopper::widen_e4m3(__byte_perm(words[i], 0, 0x3120), even, odd);
-        a[i / 2][i % 2 * 2] = to_bf16(even);
-        a[i / 2][i % 2 * 2 + 1] = to_bf16(odd);
+        a[i / 2][i % 2 * 2] = IS_WIDE ? to_bf16(even) : even;
+        a[i / 2][i % 2 * 2 + 1] = IS_WIDE ? to_bf16(odd) : odd;
     }
 }
 

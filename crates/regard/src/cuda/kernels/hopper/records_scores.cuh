@@ -1,4 +1,7 @@
-// Over records of mla656: the score warpgroup. S^T = K Q^T takes keys as its first operand from registers.
+// Over records of mla656: score warpgroups. S^T = K Q^T takes keys as its first operand from registers.
+//
+// With 16 rows there are two, which take K tiles in turn: products of one run beside softmax of the other. The tokens
+// TURN_BARRIER keep the order of what they do to references and units.
 //
 // Keys are codes, which have a scale per key and chunk of 128 dims. With 16 rows every chunk has sums of its own. With
 // 64 rows there are no registers for them: sums are multiplied by the quotient of two scales between chunks, and by the
@@ -7,19 +10,20 @@
 #pragma once
 #include "common/formats.cuh"
 #include "hopper/codes_wgmma.cuh"
-#include "hopper/latent_scores.cuh"
 #include "hopper/records_operands.cuh"
+#include "hopper/records_weights.cuh"
 
 namespace latent {
 
-struct RecordScores : ScoreWarpgroup {
+struct RecordScores : RecordWeights {
     // Exponents of probabilities are relative to the maximum of a row's scores so far, or to this.
     static constexpr float NO_REFERENCE = -MAX_FLOAT;
 
     static constexpr bool HAS_CHUNK_SUMS = ROWS == 16;
 
-    float row_sum[COLUMNS];       // this thread's part
-    float scales[2][TILE_CHUNKS]; // of this thread's two keys
+    float row_sum[COLUMNS];  // this thread's part
+    float followed[COLUMNS]; // of two warpgroups: the references that `row_sum` is relative to
+    int turn = 0;            // the warpgroup of the next K tile
 
     typedef float Columns[COLUMNS];
     typedef unsigned Operands[records::KEY_STEPS][4];
@@ -35,13 +39,48 @@ struct RecordScores : ScoreWarpgroup {
     }
 
     __device__ __forceinline__ void begin(const Tile &tile) {
-        request_queries(tile, warp);
+        request_queries(tile, 4 * group() + warp);
         await_queries();
         convert_queries();
-        if (threadIdx.x % 128 < ROWS) exchange.reference[threadIdx.x % 128] = NO_REFERENCE;
-        synchronize();
+        int thread = threadIdx.x % 128;
+        if (group() == 0 && thread < ROWS) exchange.reference[thread] = NO_REFERENCE;
+        if (group() == 0) begin_units(thread);
+        synchronize_all();
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) row_sum[c] = 0.0f;
+        for (int c = 0; c < COLUMNS; c++) row_sum[c] = 0.0f, followed[c] = NO_REFERENCE;
+    }
+
+    // With all score warpgroups.
+    __device__ __forceinline__ void synchronize_all() const {
+        hopper::named_barrier_sync(ALL_SCORES_BARRIER, 128 * SCORE_WARPGROUPS);
+    }
+
+    // Waits until references are those of the K tile before; lets the warpgroup of the next K tile go on.
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (SCORE_WARPGROUPS > 1) hopper::named_barrier_sync(TURN_BARRIER + group(), 128 * SCORE_WARPGROUPS);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (SCORE_WARPGROUPS > 1)
+            hopper::named_barrier_arrive(TURN_BARRIER + (group() ^ 1), 128 * SCORE_WARPGROUPS);
+    }
+
+    // Before the first piece.
+    __device__ __forceinline__ void start() {
+        if constexpr (SCORE_WARPGROUPS > 1) {
+            if (group() == 1) {
+                probs.advance();
+                pass_turn();
+            }
+        }
+    }
+
+    // Makes this thread's sums relative to `references`, which the other warpgroup may have raised.
+    __device__ __forceinline__ void follow(const Columns &references) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            row_sum[c] = __fmul_rn(row_sum[c], exp2_fast(followed[c] - references[c]));
+            followed[c] = references[c];
+        }
     }
 
     // Converts what `request_queries` has loaded, in its place: a warp its rows, a lane 16 dims.
@@ -49,7 +88,7 @@ struct RecordScores : ScoreWarpgroup {
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
         __syncwarp();
 #pragma unroll 1
-        for (int row = warp; row < ROWS; row += QUERY_WARPS) {
+        for (int row = 4 * group() + warp; row < ROWS; row += QUERY_WARPS) {
             unsigned at[2] = {query.chunk(row, 2 * lane), query.chunk(row, 2 * lane + 1)}, pairs[8];
             float most = 0.0f;
 #pragma unroll
@@ -82,9 +121,12 @@ struct RecordScores : ScoreWarpgroup {
         int end = piece.end_tile();
 #pragma unroll 1
         for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
-            unsigned hidden = multiply_keys();
-            modify_scores(piece.tile, key_tile * KEYS, hidden);
-            softmax_step();
+            if (turn == group()) {
+                unsigned hidden = multiply_keys();
+                modify_scores(piece.tile, key_tile * KEYS, hidden);
+                softmax_step();
+            }
+            if (++turn == SCORE_WARPGROUPS) turn = 0;
             chunks.advance(2);
         }
     }
@@ -238,20 +280,23 @@ struct RecordScores : ScoreWarpgroup {
         return fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
     }
 
-    // Raises the references to the maxima of rows, and leaves the factors of outputs in shared memory.
+    // Raises the references to the maxima of rows, and units by the largest scales, and leaves the factors of outputs
+    // in shared memory.
     __device__ __forceinline__ void update_references() {
+        if (HAS_VALUE_UNITS) find_largest_scales();
         Columns maxima, before;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) maxima[c] = tile_max(c);
         reduce_rows(maxima, [](float a, float b) { return fmaxf(a, b); });
-        load_columns(maxima, exchange.rows);
+        load_columns(maxima, exchange.rows[group()]);
         load_columns(before, exchange.reference);
         synchronize(); // all have read them
+        if (HAS_VALUE_UNITS) raise_units(threadIdx.x % 128);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             maxima[c] = fmaxf(maxima[c], before[c]);
             float factor = exp2_fast(before[c] - maxima[c]);
-            row_sum[c] = __fmul_rn(row_sum[c], factor);
+            if (SCORE_WARPGROUPS == 1) row_sum[c] = __fmul_rn(row_sum[c], factor);
             if (warp == 0 && lane < 4) {
                 exchange.reference[row_of(c)] = maxima[c];
                 exchange.rescale[probs.index][row_of(c)] = factor;
@@ -264,15 +309,23 @@ struct RecordScores : ScoreWarpgroup {
     // values, times its scales.
     __device__ __forceinline__ void softmax_step() {
         Columns references;
+        Weights weights;
+        take_turn();
         load_columns(references, exchange.reference);
-        bool rises = false;
+        bool changes = find_weights(weights), is_wide = !HAS_VALUE_UNITS;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) rises |= tile_max(c) - references[c] > RESCALE_THRESHOLD;
-        bool rescales = hopper::named_barrier_or(SCORES_BARRIER, 128, rises);
+        for (int c = 0; c < COLUMNS; c++) changes |= tile_max(c) - references[c] > RESCALE_THRESHOLD;
+        bool rescales = hopper::named_barrier_or(SCORES_BARRIER + group(), 128, changes);
         if (UNLIKELY(rescales)) {
             update_references();
             load_columns(references, exchange.reference);
+            if (HAS_VALUE_UNITS) {
+                is_wide = hopper::named_barrier_or(SCORES_BARRIER + group(), 128, find_weights(weights));
+                if (threadIdx.x % 128 == 0) exchange.units.is_wide[probs.index] = is_wide;
+            }
         }
+        pass_turn();
+        if constexpr (SCORE_WARPGROUPS > 1) follow(references);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
@@ -282,32 +335,53 @@ struct RecordScores : ScoreWarpgroup {
                 row_sum[c] = __fadd_rn(row_sum[c], score);
             }
         wait_probs_empty();
-        // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
-#pragma unroll
-        for (int tile = 0; tile < PROB_TILES; tile++)
-#pragma unroll
-            for (int j = 0; j < ROWS / 8; j += 2) store_pairs(tile, j);
+        if (UNLIKELY(is_wide))
+            store_probabilities<ElementType::BF16>(weights);
+        else
+            store_probabilities<ElementType::F16>(weights);
         publish(rescales);
     }
 
-    // Stores the probabilities of elements 4 j to 4 j + 7, as pairs in four matrices.
-    __device__ __forceinline__ void store_pairs(int tile, int j) const {
+    template <ElementType TYPE> __device__ __forceinline__ void store_probabilities(const Weights &weights) const {
+#pragma unroll
+        for (int tile = 0; tile < PROB_TILES; tile++)
+#pragma unroll
+            for (int j = 0; j < ROWS / 8; j += 2) store_pairs<TYPE>(tile, j, weights);
+    }
+
+    // Stores the probabilities of elements 4 j to 4 j + 7, as pairs in four matrices. Lane l gives the address of row l
+    // % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
+    template <ElementType TYPE>
+    __device__ __forceinline__ void store_pairs(int tile, int j, const Weights &weights) const {
         int chunk = first_dim_of(tile) / CHUNK_DIMS;
         auto pair = [&](int i) {
-            float scale = scales[i / 2 % 2][chunk];
-            return E::pack(__fmul_rn(scores[4 * j + i], scale), __fmul_rn(scores[4 * j + i + 1], scale));
+            float weight = weights[i / 2 % 2][chunk];
+            return Element<TYPE>::pack(__fmul_rn(scores[4 * j + i], weight), __fmul_rn(scores[4 * j + i + 1], weight));
         };
         hopper::stmatrix_x4_transposed(probability_chunk(tile, 8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
                                        pair(0), pair(2), pair(4), pair(6));
     }
 
     __device__ __forceinline__ void finish_rows(const Piece &piece) {
+        if constexpr (SCORE_WARPGROUPS > 1) {
+            synchronize_all(); // references are final
+            Columns references;
+            load_columns(references, exchange.reference);
+            follow(references);
+        }
         reduce_rows(row_sum, [](float a, float b) { return a + b; });
+        if constexpr (SCORE_WARPGROUPS > 1) {
+            synchronize_all();
+            if (group() != 0) return;
+        }
         wait_factor_empty();
         int row = 32 * warp + lane;
+        if (HAS_VALUE_UNITS) finish_units(row);
         if (row < ROWS) {
-            float reference = exchange.reference[row];
-            State state = {reference == NO_REFERENCE ? -INF : reference, exchange.rows[row]};
+            float reference = exchange.reference[row], sum = exchange.rows[0][row];
+#pragma unroll
+            for (int i = 1; i < SCORE_WARPGROUPS; i++) sum += exchange.rows[i][row];
+            State state = {reference == NO_REFERENCE ? -INF : reference, sum};
             exchange.out_factor[row] = finish_row(piece, row, state, true);
         }
         publish_factors();

@@ -29,19 +29,24 @@ struct RecordValues : ValueWarpgroup {
             for (int b = 0; b < CHUNK_SUBTILES; b++) warpgroup_fence_operand(out[i][b]);
     }
 
+    // The chunk of a record's values that is chunk i of this warpgroup's.
+    __device__ __forceinline__ int chunk_of_record(int i) const { return warpgroup * OWN_CHUNKS + i; }
+
     __device__ __forceinline__ void rescale() {
-        const float *factors = exchange.rescale[probs.index];
+        const float *factors = exchange.rescale[probs.index], *unit_factors = exchange.units.factor[probs.index];
 #pragma unroll
         for (int j = 0; j < ROWS / 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float factor = factors[8 * j + 2 * (lane & 3) + e];
 #pragma unroll
-                for (int i = 0; i < OWN_CHUNKS; i++)
+                for (int i = 0; i < OWN_CHUNKS; i++) {
+                    float own_factor = HAS_VALUE_UNITS ? factor * unit_factors[chunk_of_record(i)] : factor;
 #pragma unroll
                     for (int b = 0; b < CHUNK_SUBTILES; b++)
 #pragma unroll
-                        for (int h = 0; h < 2; h++) out[i][b][4 * j + 2 * h + e] *= factor;
+                        for (int h = 0; h < 2; h++) out[i][b][4 * j + 2 * h + e] *= own_factor;
+                }
             }
     }
 
@@ -64,12 +69,16 @@ struct RecordValues : ValueWarpgroup {
     static constexpr int BUFFERS = 2;
 
     // Issues the products of operand `number` of a K tile.
-    __device__ __forceinline__ void issue(const Operands &a, int number) {
+    template <bool IS_WIDE> __device__ __forceinline__ void issue(const Operands &a, int number) {
         int half = number / HALF_OPERANDS, i = number % HALF_OPERANDS / CHUNK_SUBTILES, b = number % CHUNK_SUBTILES;
         hopper::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 2; step++)
-            CodeWgmma<ROWS>::mma_bf16(out[i][b], a[step], probabilities(i, 2 * half + step), 1);
+        for (int step = 0; step < 2; step++) {
+            if (IS_WIDE)
+                CodeWgmma<ROWS>::mma_bf16(out[i][b], a[step], probabilities(i, 2 * half + step), 1);
+            else
+                CodeWgmma<ROWS>::mma_f16(out[i][b], a[step], probabilities(i, 2 * half + step), 1);
+        }
         hopper::wgmma_commit();
     }
 
@@ -84,26 +93,47 @@ struct RecordValues : ValueWarpgroup {
     __device__ __forceinline__ void run_tile() {
         Operands a[BUFFERS];
         unsigned words[4], from = wait_half(0);
+        convert_first<!HAS_VALUE_UNITS>(a, words, from);
+        hopper::mbarrier_wait(shared_address(&shared.probs_full[probs.index]), probs.phase);
+        bool is_wide = false;
+        if (UNLIKELY(*(const int *)shared.rescales[probs.index])) {
+            rescale();
+            is_wide = HAS_VALUE_UNITS && exchange.units.is_wide[probs.index];
+        }
+        if (UNLIKELY(is_wide)) {
+            convert_first<true>(a, words, from);
+            multiply<true>(a, words, from);
+        } else {
+            multiply<!HAS_VALUE_UNITS>(a, words, from);
+        }
+        __syncwarp();
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[probs.index]));
+        chunks.advance(2);
+        probs.advance();
+    }
+
+    // Converts operands that need no products to be done.
+    template <bool IS_WIDE>
+    __device__ __forceinline__ void convert_first(Operands (&a)[BUFFERS], unsigned (&words)[4], unsigned &from) const {
         load(words, from, 0);
 #pragma unroll
-        for (int n = 0; n < BUFFERS; n++) convert(a[n], words, from, n);
-        hopper::mbarrier_wait(shared_address(&shared.probs_full[probs.index]), probs.phase);
-        if (UNLIKELY(*(const int *)shared.rescales[probs.index])) rescale();
+        for (int n = 0; n < BUFFERS; n++) convert<IS_WIDE>(a[n], words, from, n);
+    }
+
+    // Multiplies the operands of a K tile by probabilities; the first are converted.
+    template <bool IS_WIDE>
+    __device__ __forceinline__ void multiply(Operands (&a)[BUFFERS], unsigned (&words)[4], unsigned &from) {
         fence_outputs();
 #pragma unroll
         for (int n = 0; n < OPERANDS; n++) {
             if (n >= BUFFERS) {
                 hopper::wgmma_wait<BUFFERS - 1>();
-                convert(a[n % BUFFERS], words, from, n);
+                convert<IS_WIDE>(a[n % BUFFERS], words, from, n);
             }
-            issue(a[n % BUFFERS], n);
+            issue<IS_WIDE>(a[n % BUFFERS], n);
         }
         hopper::wgmma_wait<0>();
         fence_outputs();
-        __syncwarp();
-        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[probs.index]));
-        chunks.advance(2);
-        probs.advance();
     }
 
     // Loads the codes of operand `number`. `from`: of its half.
@@ -113,8 +143,9 @@ struct RecordValues : ValueWarpgroup {
     }
 
     // Converts the codes of operand `number`, and loads those of the next one.
+    template <bool IS_WIDE>
     __device__ __forceinline__ void convert(Operands &a, unsigned (&words)[4], unsigned &from, int number) const {
-        records::value_operands(a, words);
+        records::value_operands<IS_WIDE>(a, words);
         if (number % HALF_OPERANDS == HALF_OPERANDS - 1) release_half(number / HALF_OPERANDS);
         if (number + 1 == HALF_OPERANDS) from = wait_half(1);
         if (number + 1 < OPERANDS) load(words, from, number + 1);
@@ -130,11 +161,13 @@ struct RecordValues : ValueWarpgroup {
             if (first_row_of_cta() + row >= piece.tile.rows) continue;
             store(row, [&](auto each) {
 #pragma unroll
-                for (int i = 0; i < OWN_CHUNKS; i++)
+                for (int i = 0; i < OWN_CHUNKS; i++) {
+                    float unit = HAS_VALUE_UNITS ? exchange.units.of_piece[chunk_of_record(i)] : 1.0f;
 #pragma unroll
                     for (int b = 0; b < CHUNK_SUBTILES; b++)
-                        each(first_dim + CHUNK_DIMS * i + 64 * b, out[i][b][c / 2 * 4 + c % 2],
-                             out[i][b][c / 2 * 4 + 2 + c % 2]);
+                        each(first_dim + CHUNK_DIMS * i + 64 * b, __fmul_rn(out[i][b][c / 2 * 4 + c % 2], unit),
+                             __fmul_rn(out[i][b][c / 2 * 4 + 2 + c % 2], unit));
+                }
             });
         }
     }
