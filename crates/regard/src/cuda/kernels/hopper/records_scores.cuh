@@ -1,7 +1,7 @@
 // Over records of mla656: score warpgroups. S^T = K Q^T takes keys as its first operand from registers.
 //
-// With 16 rows there are two, which take K tiles in turn: products of one run beside softmax of the other. The tokens
-// TURN_BARRIER keep the order of what they do to references and units.
+// With 16 rows and no lists there are two, which take K tiles in turn: products of one run beside softmax of the other.
+// Named barriers (TURN_BARRIER) keep the order of what they do to references and units.
 //
 // Keys are codes, which have a scale per key and chunk of 128 dims. With 16 rows every chunk has sums of its own. With
 // 64 rows there are no registers for them: sums are multiplied by the quotient of two scales between chunks, and by the
@@ -55,7 +55,7 @@ struct RecordScores : RecordWeights {
         hopper::named_barrier_sync(ALL_SCORES_BARRIER, 128 * SCORE_WARPGROUPS);
     }
 
-    // Waits until references are those of the K tile before; lets the warpgroup of the next K tile go on.
+    // Waits until references and units are those of the K tile before; lets the warpgroup of the next K tile go on.
     __device__ __forceinline__ void take_turn() const {
         if constexpr (SCORE_WARPGROUPS > 1) hopper::named_barrier_sync(TURN_BARRIER + group(), 128 * SCORE_WARPGROUPS);
     }

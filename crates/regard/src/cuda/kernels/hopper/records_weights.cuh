@@ -34,7 +34,7 @@ struct RecordWeights : ScoreWarpgroup {
         if (chunk < TILE_CHUNKS) exchange.units.inverse[chunk] = inverse_unit(0.0f);
     }
 
-    // Returns whether f16 does not do for some key of this thread.
+    // Finds what the probabilities of this thread's keys are multiplied by. Returns whether f16 does not do for one.
     __device__ __forceinline__ bool find_weights(Weights &weights) const {
         float4 inverse = *(const float4 *)exchange.units.inverse;
         float inverses[TILE_CHUNKS] = {inverse.x, inverse.y, inverse.z, inverse.w};
@@ -45,7 +45,7 @@ struct RecordWeights : ScoreWarpgroup {
             for (int i = 0; i < TILE_CHUNKS; i++) {
                 float weight = HAS_VALUE_UNITS ? __fmul_rn(scales[h][i], inverses[i]) : scales[h][i];
                 bool is_large = fabsf(weight) >= WEIGHT_BOUND, is_small = fabsf(weight) < SMALL_WEIGHT;
-                // Without branches, of which the compiler makes one per condition.
+                // With logical operators the compiler makes a branch per condition.
                 is_outside |= is_large | (is_small & (weight != 0.0f));
                 weights[h][i] = weight;
             }
