@@ -192,7 +192,8 @@ mod tests {
             let latent = select(&records(DType::BF16, keys), &facts("h200")).unwrap();
             let launch = latent.decode.launch;
             assert_eq!(launch.module, "decode_bf16_576_512_mla656_r16_plain_sm90");
-            assert_eq!((launch.threads, launch.grid[0]), (512, 128));
+            // It has two score warpgroups.
+            assert_eq!((launch.threads, launch.grid[0]), (640, 128));
             let many = Problem { query_heads: 128, ..records(DType::BF16, keys) };
             let many = select(&many, &facts("h200")).unwrap().decode.launch;
             assert_eq!(many.module, "decode_bf16_576_512_mla656_r128_plain_sm90");
