@@ -456,7 +456,7 @@ fn many() -> Vec<Spec> {
             let lengths: Vec<_> = (0..count).map(lengths).collect();
             let spec = Spec::new(format!("many/{name}-{dtype}")).lengths(&lengths).dtype(dtype);
             specs.push(Spec {
-                ragged_queries: name.starts_with("sparse"),
+                ragged_queries: lengths.iter().any(|&(rows, _)| rows != 1),
                 keys: Keys::Ragged { slack: 0 },
                 causal: true,
                 ..spec.heads(query_heads, kv_heads).dims(64, 64)

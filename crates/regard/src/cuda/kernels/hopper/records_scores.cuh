@@ -55,10 +55,11 @@ struct RecordScores : RecordWeights {
         hopper::named_barrier_sync(ALL_SCORES_BARRIER, 128 * SCORE_WARPGROUPS);
     }
 
-    // Waits until references and units are those of the K tile before; lets the warpgroup of the next K tile go on.
+    // Waits until references and units are those of the K tile before.
     __device__ __forceinline__ void take_turn() const {
         if constexpr (SCORE_WARPGROUPS > 1) hopper::named_barrier_sync(TURN_BARRIER + group(), 128 * SCORE_WARPGROUPS);
     }
+    // Lets the warpgroup of the next K tile go on.
     __device__ __forceinline__ void pass_turn() const {
         if constexpr (SCORE_WARPGROUPS > 1)
             hopper::named_barrier_arrive(TURN_BARRIER + (group() ^ 1), 128 * SCORE_WARPGROUPS);
