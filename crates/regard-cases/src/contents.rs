@@ -22,8 +22,8 @@ pub enum Numbers {
     /// Normal numbers, but one dim in 32, the same in all rows, is 30 times as large, as channels
     /// of models are.
     Outliers,
-    /// Normal numbers, each row times a power of two from 2^-24 to 1.
-    Spread,
+    /// Normal numbers, each row times a power of two from 2^-n to 1.
+    Spread(usize),
 }
 
 /// The numbers of queries, keys and values.
@@ -91,7 +91,7 @@ impl Numbers {
             Numbers::Scaled(factor) => factor,
             Numbers::Peaked if noise.one_in(20) => 30.0,
             Numbers::Peaked | Numbers::Outliers => 1.0,
-            Numbers::Spread => (-(noise.below(25) as f32)).exp2(),
+            Numbers::Spread(n) => (-(noise.below(n + 1) as f32)).exp2(),
         };
         row.fill_with(|| match self {
             Numbers::Constant(number) => number.clamp(-max, max),

@@ -27,6 +27,7 @@ pub(super) fn caches() -> Vec<Spec> {
         storage(),
         packed_blocks(),
         converted_tiles(),
+        copies(),
         features(),
         numbers(),
     ]
@@ -221,7 +222,7 @@ fn packed_blocks() -> Vec<Spec> {
 }
 
 /// Formats that Hopper's prefill converts to tiles of bf16: rows that TMA can address and rows that
-/// it cannot; as many rows as blocks of one kind need to run there.
+/// it cannot; fewer rows per key than a copy is made for.
 fn converted_tiles() -> Vec<Spec> {
     let pairs = [
         (DType::Q8_0, DType::Q8_0),
@@ -255,11 +256,76 @@ fn converted_tiles() -> Vec<Spec> {
                 stray_entries: j == 4,
                 cache: CacheSpec { k: Some(k), v: Some(v), granularity, scales: Scales::Fitted },
                 ..Spec::new(format!("caches/converted-{way}-{k}-{v}-{dims}"))
-                    .lengths(&[(230, 203), (230, 31)])
-                    .heads(8, 2)
+                    .lengths(&[(120, 203), (120, 31)])
+                    .heads(2, 2)
                     .dims(dims, dims)
                     .dtype(DType::BF16)
             });
+        }
+    }
+    specs
+}
+
+/// Formats that prefill copies first on Hopper, where many rows read a key: what is not exact in
+/// the queries' type, and numbers that are far apart or small there.
+fn copies() -> Vec<Spec> {
+    let pairs = [
+        (DType::Q8_0, DType::Q8_0),
+        (DType::Q4_0, DType::Q4_0),
+        (DType::Q8_0, DType::Q4_0),
+        (DType::Q4_0, DType::E4M3),
+        (DType::F32, DType::F32),
+        (DType::F16, DType::BF16),
+        (DType::BF16, DType::F16),
+        (DType::I8, DType::I8),
+        (DType::E5M2, DType::Q8_0),
+        (DType::F32, DType::E4M3),
+    ];
+    let ways = [
+        ("dense", Keys::Batched { slack: 5 }),
+        ("ragged", Keys::Ragged { slack: 2 }),
+        ("pages", Keys::Paged { block_size: 16, interleaved: false }),
+        ("odd-pages", Keys::Paged { block_size: 7, interleaved: false }),
+    ];
+    let small = Numbers::Scaled(1e-4);
+    let contents = [
+        Contents::default(),
+        Contents { k: Numbers::Spread(24), v: Numbers::Spread(24), ..Contents::default() },
+        Contents { k: Numbers::Outliers, v: small, ..Contents::default() },
+        Contents { q: Numbers::Scaled(1e4), k: small, v: Numbers::Peaked },
+        Contents { q: Numbers::Outliers, k: Numbers::Outliers, v: Numbers::Peaked },
+    ];
+    let mut specs = Vec::new();
+    for (i, (k, v)) in pairs.into_iter().enumerate() {
+        for (j, dtype) in [DType::F16, DType::BF16].into_iter().enumerate() {
+            for (c, &contents) in contents.iter().enumerate() {
+                let (way, keys) = ways[(i + c) % 4];
+                let dims = [64, 128, 256, 96][(i + j + c) % 4];
+                let granularity = [Granularity::Token, Granularity::Page][i % 2];
+                let left = (c == 1).then_some(90);
+                specs.push(Spec {
+                    keys,
+                    contents,
+                    causal: c % 2 == 0,
+                    ragged_queries: (i + c) % 3 == 1,
+                    window: window(left, left.map(|_| 0)),
+                    softcap: ((i + c) % 4 == 3).then_some(20.0),
+                    sinks: i % 4 == 2,
+                    lse: c < 3,
+                    stray_entries: c == 2,
+                    cache: CacheSpec {
+                        k: Some(k),
+                        v: Some(v),
+                        granularity,
+                        scales: Scales::Fitted,
+                    },
+                    ..Spec::new(format!("caches/copied-{way}-{k}-{v}-{dims}-{dtype}-{c}"))
+                        .lengths(&[(230, 203), (230, 31), (230, 300), (230, 90)])
+                        .heads(8, 1)
+                        .dims(dims, dims)
+                        .dtype(dtype)
+                });
+            }
         }
     }
     specs

@@ -143,7 +143,7 @@ fn tiles_of_656_bytes() -> Vec<Spec> {
             ..spec("tiles").lengths(&[(1 + i % 2, 700), (2, 0), (1, 130)])
         });
         // Scales of rows that are far apart.
-        let contents = Contents { k: Numbers::Spread, ..Contents::default() };
+        let contents = Contents { k: Numbers::Spread(24), ..Contents::default() };
         specs.push(Spec { contents, ..spec("spread").lengths(&[(1, 500), (2, 3), (1, 1)]) });
         let (of, caches) = [
             (ListEntries::Keys, Caches::default()),

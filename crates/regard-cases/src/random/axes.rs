@@ -317,13 +317,13 @@ fn place(memory: &MemorySpec) -> &'static str {
 
 fn numbers(numbers: Numbers) -> &'static str {
     match numbers {
-        // Rows far apart are for `mla656` only, which is on no axis.
-        Numbers::Normal | Numbers::Spread => "normal",
+        Numbers::Normal => "normal",
         Numbers::Constant(_) => "constant",
         Numbers::Positive => "positive",
         Numbers::Scaled(factor) if factor > 1.0 => "huge",
         Numbers::Scaled(_) => "tiny",
         Numbers::Peaked => "peaked",
         Numbers::Outliers => "outliers",
+        Numbers::Spread(_) => "spread",
     }
 }

@@ -473,7 +473,7 @@ impl Numbers {
     /// About the largest magnitude.
     fn reach(self) -> f32 {
         match self {
-            Numbers::Normal | Numbers::Positive | Numbers::Spread => 4.0,
+            Numbers::Normal | Numbers::Positive | Numbers::Spread(_) => 4.0,
             Numbers::Constant(number) => number.abs(),
             Numbers::Scaled(factor) => 4.0 * factor.abs(),
             Numbers::Peaked | Numbers::Outliers => 60.0,
