@@ -15,9 +15,6 @@ const FEW_ROWS: usize = 8;
 /// Parts of a tile from which on another warp combines some of a row's.
 const PARTS_PER_WARP: usize = 16;
 
-/// The rows of the largest tiles.
-const MAX_TILE_ROWS: usize = 32;
-
 /// The decode launch for a problem; `None` if no such module takes it on this GPU.
 /// Operands whose rows do not start where its copies assume run without it.
 pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecode> {
@@ -96,7 +93,8 @@ fn is_suitable(problem: &Problem) -> bool {
         && page_aligned_16(problem)
 }
 
-/// The module for a problem.
+/// The module for a problem: that with the smallest tiles that hold all rows, else that with the
+/// largest.
 fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
@@ -104,14 +102,16 @@ fn find_module(
     let (cache, rows) = (cache_of(problem), packed_rows(problem));
     let suits = |(module, config): &(&Module, &DecodeConfig)| {
         config.wgmma
-            && (rows <= config.tile_rows || config.tile_rows == MAX_TILE_ROWS)
             && config.cache == cache
             && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
             && config.wgmma_shared_bytes() <= facts.shared_bytes
     };
-    registry::decode_modules().filter(suits).min_by_key(|(_, config)| config.tile_rows)
+    let suitable = || registry::decode_modules().filter(suits);
+    let holds_rows = |(_, config): &(_, &DecodeConfig)| rows <= config.tile_rows;
+    let smallest = suitable().filter(holds_rows).min_by_key(|(_, config)| config.tile_rows);
+    smallest.or_else(|| suitable().max_by_key(|(_, config)| config.tile_rows))
 }
 
 #[cfg(test)]
@@ -185,6 +185,8 @@ mod tests {
         assert_eq!(module(DType::BF16, 8192), Some("decode_bf16_256_256_r32_plain_sm90a"));
         assert_eq!(module(DType::E4M3, 2048), None);
         assert_eq!(module(DType::E4M3, 4096), Some("decode_bf16_256_256_bytes_r32_plain_sm90a"));
+        // Blocks have small tiles only: 32 rows are two of them.
+        assert_eq!(module(DType::Q8_0, 4096), Some("decode_bf16_256_256_q8_0_r16_plain_sm90a"));
     }
 
     #[test]
