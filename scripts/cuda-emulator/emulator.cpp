@@ -39,7 +39,6 @@
 #define SHARED_BYTES 16
 #elif defined(WIDEN)
 #include "utility/widen.cu"
-#define SHARED_BYTES 16
 #elif defined(MASK_MAP)
 #include "prefill/mask_map.cu"
 #define THREADS 256
@@ -55,7 +54,7 @@
 #undef THREADS
 #undef SHARED_BYTES
 #endif
-#if defined(DECODE) || defined(DECODE_PAGES) || defined(DECODE_WGMMA) || defined(DECODE_LATENT) || PREFIX
+#if defined(DECODE) || defined(DECODE_PAGES) || defined(DECODE_WGMMA) || defined(DECODE_LATENT) || defined(WIDEN) || PREFIX
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -102,6 +101,8 @@ static void call_kernel() {
 #elif defined(APPEND)
     append(*launch->append);
 #elif defined(WIDEN)
+    if (launch->entry == EmulatedLaunch::WIDEN_UNITS) return widen_units(*launch->attention, *launch->widening, *launch->cache);
+    if (launch->entry == EmulatedLaunch::WIDEN_ROUNDED) return widen_rounded(*launch->attention, *launch->widening, *launch->cache);
     widen(*launch->attention, *launch->widening, *launch->cache);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);

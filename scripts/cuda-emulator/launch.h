@@ -8,7 +8,7 @@ struct EmulatedLaunch {
     bool combines;      // `combine` of a decode module, not `decode`
     bool schedules;     // its `schedule_ctas`
     const PrefixParameters *prefix;
-    enum { SCHEDULE, PREFIX_ITEMS, MERGE_PREFIX } entry; // of a module for prefix groups
+    enum { SCHEDULE, PREFIX_ITEMS, MERGE_PREFIX, WIDEN_UNITS, WIDEN_ROUNDED } entry; // of a module for prefix groups; or of `widen`
     const ListedParameters *listed; // of rows with lists of keys
     const AppendParameters *append;
     const WidenParameters *widening;

@@ -144,9 +144,10 @@ inline void load_stored(const AttentionParameters &p, const Sequence &s, const K
     }
 }
 
-// How keys and values are stored, and the tensor of key dims from the value dim on; null if a launch has none.
+// How keys and values are stored, the tensor of key dims from the value dim on (null if a launch has none), and how many heads add up to one of keys.
 struct StoredCache : CacheParameters {
     KvTensor rest = {};
+    int key_terms = 1;
 };
 
 // The row of a key, whose dims may be in two tensors.
@@ -154,6 +155,13 @@ inline void load_key(const AttentionParameters &p, const StoredCache &cache, con
     auto load = [&](const KvTensor &stored, int count, std::vector<float> &to) {
         load_stored(p, s, stored, cache.key_format, cache.key_scales, cache.key_scale_strides, key, kv_head, count, to);
     };
+    if (cache.key_terms == 2) {
+        std::vector<float> second(p.head_dim);
+        load_stored(p, s, p.keys, cache.key_format, 0, {}, key, 2 * kv_head, p.head_dim, to);
+        load_stored(p, s, p.keys, cache.key_format, 0, {}, key, 2 * kv_head + 1, p.head_dim, second);
+        for (int i = 0; i < p.head_dim; i++) to[i] += second[i];
+        return;
+    }
     if (!cache.rest.pointer) return load(p.keys, p.head_dim, to);
     std::vector<float> rest(p.head_dim - p.value_dim);
     load(p.keys, p.value_dim, to);
@@ -210,8 +218,8 @@ inline double score_of(const AttentionParameters &p, const StoredCache &cache, c
 }
 
 // Scales of keys or values that were copied without them.
-inline float head_scale(const HeadScales &scales, int kv_head) {
-    return scales.pointer ? ((const float *)scales.pointer)[kv_head * scales.stride] : 1.0f;
+inline float head_scale(const HeadScales &scales, int sequence, int kv_head) {
+    return scales.pointer ? ((const float *)scales.pointer)[sequence * scales.sequence_stride + kv_head * scales.stride] : 1.0f;
 }
 
 // The byte of the tile map for a key.
@@ -304,7 +312,7 @@ inline void attend_row(const AttentionParameters &p, const StoredCache &cache, c
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
     std::vector<double> out(p.value_dim, 0.0);
-    const float value_scale = head_scale(t.value_scales, head / p.group);
+    const float value_scale = head_scale(t.value_scales, s.index, head / p.group);
     for (size_t i = 0; i < keys.size(); i++) {
         if (scores[i] == -INFINITY) continue;
         double weight = std::exp(scores[i] - most);
@@ -341,27 +349,76 @@ inline void attend(const AttentionParameters &p, const StoredCache &cache, const
         for (int token = 0; token < s.q_len; token++) {
             for (int head = 0; head < p.kv_heads * p.group; head++) {
                 AttentionParameters of_head = p;
-                of_head.scale *= head_scale(t.key_scales, head / p.group);
+                of_head.scale *= head_scale(t.key_scales, index, head / p.group);
                 attend_row(of_head, cache, t, s, lists, token, head);
             }
         }
     }
 }
 
-// Copies of keys and values in the type of queries; codes without their scales, but for values that are multiplied by them.
+// Keys, or values, that are copied.
+struct CopiedSide {
+    KvTensor from, to;
+    CacheFormat format;
+    int dims;
+    unsigned long long scales;
+    RowStrides scale_strides;
+    int terms;       // heads of the copy that add up to one
+    bool is_rounded; // and multiplied by scales
+    float *units;    // [B, Hkv], or null
+
+    std::vector<float> load(const AttentionParameters &p, const Sequence &s, long long key, int head) const {
+        std::vector<float> row(dims);
+        load_stored(p, s, from, format, scales, scale_strides, key, head, dims, row);
+        return row;
+    }
+};
+
+inline std::vector<CopiedSide> copied_sides(const AttentionParameters &p, const WidenParameters &w, const StoredCache &cache) {
+    float *units = (float *)w.units;
+    const CopiedSide keys = {p.keys, w.keys, cache.key_format, p.head_dim, cache.key_scales, cache.key_scale_strides, w.key_terms, w.key_terms > 1, units};
+    const CopiedSide values = {p.values,         w.values, cache.value_format,     p.value_dim, cache.value_scales, cache.value_scale_strides, 1,
+                               !!w.round_values, units ? units + p.batch * p.kv_heads : nullptr};
+    return {keys, values};
+}
+
+// What copies are multiples of.
+inline void widen_units(const AttentionParameters &p, const WidenParameters &w, const StoredCache &cache) {
+    for (int index = 0; index < p.batch; index++) {
+        const Sequence s = sequence_of(p, index);
+        if (s.q_len < w.min_query_len) continue;
+        for (const CopiedSide &side : copied_sides(p, w, cache)) {
+            for (int head = 0; head < p.kv_heads; head++) {
+                float most = 0;
+                for (long long key = 0; side.is_rounded && key < s.kv_len; key++)
+                    for (float x : side.load(p, s, key, head)) most = std::max(most, std::fabs(x));
+                side.units[index * p.kv_heads + head] = most > 0 && std::isfinite(most) ? std::ldexp(1.0f, std::ilogb(most) - 14) : 1.0f;
+            }
+        }
+    }
+}
+
+// Copies of keys and values in the type of queries; codes without their scales, but for what is rounded.
 inline void widen(const AttentionParameters &p, const WidenParameters &w, const StoredCache &cache) {
     AttentionParameters contiguous = p;
     contiguous.block_size = 0;
     for (int index = 0; index < p.batch; index++) {
         const Sequence s = sequence_of(p, index);
         if (s.q_len < w.min_query_len) continue;
-        auto copy = [&](const KvTensor &from, const KvTensor &to, CacheFormat format, long long key, int head, int dims, bool scaled) {
+        auto copy = [&](const CopiedSide &side, long long key, int head) {
+            const auto &[from, to, format, dims, scales, scale_strides, terms, is_rounded, units] = side;
             const long long at = place_of_key(p, s, key, from.strides) + head * from.strides.head;
-            const long long copied = place_of_key(contiguous, s, key, to.strides) + head * to.strides.head;
-            if (scaled) {
-                std::vector<float> row(dims);
-                load_stored(p, s, from, format, cache.value_scales, cache.value_scale_strides, key, head, dims, row);
-                for (int i = 0; i < dims; i++) store(to.pointer, copied + i, cache.query_type, row[i]);
+            const long long copied = place_of_key(contiguous, s, key, to.strides) + terms * head * to.strides.head;
+            if (is_rounded) {
+                std::vector<float> row = side.load(p, s, key, head);
+                for (int i = 0; i < dims; i++) {
+                    float x = units ? row[i] / units[index * p.kv_heads + head] : row[i];
+                    for (int term = 0; term < terms; term++) {
+                        const long long place = copied + term * to.strides.head + i;
+                        store(to.pointer, place, cache.query_type, x);
+                        x -= (float)load(to.pointer, place, cache.query_type);
+                    }
+                }
                 return;
             }
             for (int i = 0; i < dims; i++) {
@@ -372,8 +429,7 @@ inline void widen(const AttentionParameters &p, const WidenParameters &w, const 
         };
         for (long long key = 0; key < s.kv_len; key++) {
             for (int head = 0; head < p.kv_heads; head++) {
-                copy(p.keys, w.keys, cache.key_format, key, head, p.head_dim, false);
-                copy(p.values, w.values, cache.value_format, key, head, p.value_dim, w.scale_values);
+                for (const CopiedSide &side : copied_sides(p, w, cache)) copy(side, key, head);
                 if (!w.each_key.pointer) continue;
                 const long long at = place_of_key(p, s, key, cache.key_scale_strides) + head * cache.key_scale_strides.head;
                 ((float *)w.each_key.pointer)[(index * p.kv_heads + head) * w.each_key.stride + key] = (float)load(cache.key_scales, at, ElementType::F32);

@@ -23,6 +23,7 @@ struct Function {
     bool is_latent; // whether it reads one tensor of keys and values, by a tensor map
     bool has_lists; // whether its rows have lists of keys
     bool scales_keys; // whether it takes a scale per key beside elements
+    int key_terms;    // heads that add up to one of keys
     Emulated emulated;
 };
 
@@ -34,6 +35,7 @@ struct Module {
     bool is_latent;
     bool has_lists;
     bool scales_keys;
+    int key_terms;
     Emulated emulated;
 };
 
@@ -75,6 +77,8 @@ Graph *captured = nullptr; // where launches go while a stream is captured
 
 bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entry == "prefix" || entry == "merge_prefix"; }
 
+bool is_of_widen(const std::string &entry) { return entry == "widen" || entry == "widen_rounded" || entry == "widen_units"; }
+
 bool is_of_decode(const std::string &entry) { return entry == "decode" || entry == "combine" || entry == "schedule_ctas"; }
 
 void run(const Copy2D &copy) {
@@ -114,11 +118,15 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
-    if (function.emulated && (entry == "append" || entry == "widen")) {
+    if (function.emulated && (entry == "append" || is_of_widen(entry))) {
         EmulatedLaunch emulated = {&launch.attention};
         emulated.cache = &launch.cache;
         emulated.append = &launch.append;
         emulated.widening = &launch.widening;
+        if (entry == "widen_units") emulated.entry = EmulatedLaunch::WIDEN_UNITS;
+        if (entry == "widen_rounded") emulated.entry = EmulatedLaunch::WIDEN_ROUNDED;
+        emulated.threads = launch.threads;
+        emulated.shared_bytes = launch.shared_bytes;
         emulated.blocks[0] = launch.blocks[0];
         emulated.blocks[1] = launch.blocks[1];
         emulate(function.emulated, emulated);
@@ -133,7 +141,8 @@ void run(const Launch &launch) {
         if (function.has_cache) prefill.key_scales = prefill.value_scales = {};
         attend(launch.attention, launch.cache, prefill, prefill.min_query_len, all);
     }
-    if (function.entry == "widen") widen(launch.attention, launch.widening, launch.cache);
+    if (function.entry == "widen_units") widen_units(launch.attention, launch.widening, launch.cache);
+    if (function.entry == "widen" || function.entry == "widen_rounded") widen(launch.attention, launch.widening, launch.cache);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);
@@ -159,7 +168,8 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
         }
     }
     launch.cache = elements_of(launch.function->type);
-    if (entry == "widen") {
+    launch.cache.key_terms = launch.function->key_terms;
+    if (is_of_widen(entry)) {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.widening = *(const WidenParameters *)arguments[1];
         launch.cache = {*(const CacheParameters *)arguments[2]};
@@ -303,12 +313,13 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_") || holds("_mla656_");
-    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), holds("_scaled_"), find_emulated(name)};
+    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), holds("_scaled_"), holds("_terms_") ? 2 : 1,
+                         find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
     const Module &of = *(const Module *)module;
-    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.has_any, of.is_latent, of.has_lists, of.scales_keys, of.emulated};
+    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.has_any, of.is_latent, of.has_lists, of.scales_keys, of.key_terms, of.emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

@@ -70,20 +70,20 @@ inline bool is_map_of_rows(const TensorMap &map, CacheFormat format, unsigned lo
 }
 
 // Whether keys and values are described as their kernel reads them: as elements or codes; or, `as_rows`, as rows of bytes or not at all.
-inline bool expect_kv_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const CacheParameters &cache, bool as_rows) {
+inline bool expect_kv_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const StoredCache &cache, bool as_rows) {
     Encoded key, value;
     std::memcpy(&key, &maps.key, sizeof(key));
     std::memcpy(&value, &maps.value, sizeof(value));
     if (as_rows && t.box_keys == 0) return expect(!key.address && !value.address, "maps that are not read");
     const auto is_map = as_rows ? is_map_of_rows : is_map_of;
-    return is_map(maps.key, cache.key_format, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of keys") &&
+    return is_map(maps.key, cache.key_format, p.keys.pointer, p.head_dim, cache.key_terms * p.kv_heads, p.keys.strides, "map of keys") &&
            is_map(maps.value, cache.value_format, p.values.pointer, p.value_dim, p.kv_heads, p.values.strides, "map of values") &&
            expect(key.box[2] == (unsigned)t.box_keys && value.box[2] == key.box[2], "box_keys") &&
            expect(!p.block_size || p.block_size % t.box_keys == 0, "a box inside a block") &&
            expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block");
 }
 
-inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const CacheParameters &cache, bool as_rows) {
+inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const StoredCache &cache, bool as_rows) {
     CacheFormat elements = (CacheFormat)(int)cache.query_type;
     int heads = p.kv_heads * p.group;
     Encoded query;

@@ -113,7 +113,14 @@ fn sixteen_bit_types_are_alike() {
     });
     assert!(!f16.is_empty() && f16.keys().eq(bf16.keys()));
     for (name, accepted) in f16 {
-        assert_eq!(accepted, bf16[&name], "{name}");
+        let other = &bf16[&name];
+        if name.contains("_terms_") {
+            // f16's take codes with a scale per key too, for which bf16 has others. So they have
+            // more pairs, and other recipes.
+            assert!(accepted.0.has_all(other.0), "{name}");
+        } else {
+            assert_eq!(accepted, *other, "{name}");
+        }
     }
 }
 

@@ -320,12 +320,14 @@ parameters! {
         /// Maximum keys of a ragged sequence, likewise.
         kv_len_bound: i32,
     }
-    /// Scales that all keys, or all values, of a head share.
+    /// Scales that all keys, or all values, of a head share, in all sequences or in one.
     HeadScales {
-        /// f32 [Hkv], or one for all heads; 0 if all are 1.
+        /// f32 [Hkv], [B, Hkv], or one for all heads; 0 if all are 1.
         pointer: u64,
         /// From head to head, in elements.
         stride: i64,
+        /// From sequence to sequence.
+        sequence_stride: i64,
     }
     /// Workspace: a scale per key and head, of keys that were widened.
     KeyScales {
@@ -360,20 +362,31 @@ parameters! {
     }
     /// Widening: copies of keys and values in the type of queries, for prefill.
     WidenParameters {
-        /// The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk].
+        /// The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk]; 2 Hkv heads if each element
+        /// becomes two.
         keys: KvTensor,
         /// The copy of values, like that of keys.
         values: KvTensor,
         /// The copy of scales of keys, if prefill takes a scale for each.
         each_key: KeyScales,
+        /// f32 [2, B, Hkv]: what copies of keys, and of values, are multiples of; 0 if of 1. Behind
+        /// them is the same once per split of the keys: their largest magnitudes.
+        units: u64,
+        /// u32, zero before and after: CTAs that have found the largest magnitude of their keys.
+        counter: u64,
         /// Sequences of fewer query tokens are not widened.
         min_query_len: i32,
         /// Blocks of keys per sequence, each for one CTA.
         key_blocks: i32,
         /// Whether all rows start at multiples of 16 bytes.
         aligned: i32,
+        /// Elements of the copy that add up to one of a key, with its scale: 2; or 1 if keys are
+        /// copied as they are.
+        key_terms: i32,
         /// Whether values are multiplied by their scales, and rounded.
-        scale_values: i32,
+        round_values: i32,
+        /// Zero.
+        unused: i32,
     }
     /// A prefix group: sequences whose rows attend to a shared prefix together.
     PrefixGroup {

@@ -155,8 +155,8 @@ const PREFILL: [[usize; 5]; 12] = [
     [70, 1, 1, 1100, 3],
 ];
 
-/// Shapes whose rows per key are enough for a copy with a scale per key, with a window too.
-const SCALED: [[usize; 5]; 3] = [[160, 8, 1, 190, 3], [50, 32, 1, 330, 1], [70, 20, 1, 1100, 1]];
+/// Shapes whose rows per key are enough for a copy that has more of each key, with a window too.
+const COPIED: [[usize; 5]; 3] = [[160, 8, 1, 190, 3], [50, 32, 1, 330, 1], [70, 20, 1, 1100, 1]];
 
 /// Shapes that the prefill kernel for short windows takes: four heads and more per key/value head,
 /// in part of an item and in several.
@@ -173,8 +173,8 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let (shapes, page_keys) = match &module.config {
         Config::Prefix(_) => return None,
         Config::Prefill(prefill) if is_for_windows => (WINDOWED.to_vec(), prefill.box_keys()),
-        Config::Prefill(prefill) if prefill.cache == Cache::Scaled => {
-            ([&PREFILL[..], &SCALED].concat(), prefill.box_keys())
+        Config::Prefill(prefill) if matches!(prefill.cache, Cache::Scaled | Cache::Terms) => {
+            ([&PREFILL[..], &COPIED].concat(), prefill.box_keys())
         }
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(config) if config.lists && config.cache.is_latent() => {
@@ -188,7 +188,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let dims = match module.cache() {
         Cache::Elements | Cache::Scaled | Cache::Bytes => vec![less(0, 0), less(8, 8), less(8, 24)],
         Cache::Latent | Cache::Mla656 => vec![less(0, 0)],
-        Cache::Q8_0 | Cache::Q4_0 => vec![less(0, 0), less(32, 32)],
+        Cache::Q8_0 | Cache::Q4_0 | Cache::Terms => vec![less(0, 0), less(32, 32)],
         Cache::Any => vec![less(0, 0), less(8, 8), less(8, 24), less(32, 32)],
         Cache::Pair(keys, values) if keys.has_blocks() || values.has_blocks() => {
             vec![less(0, 0), less(32, 32)]
@@ -247,6 +247,20 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
             both(DType::I8, Granularity::Token),
             both(DType::E4M3, Granularity::Page),
             mixed(DType::E5M2, DType::Q4_0),
+        ],
+        Cache::Terms if element == Element::F16 => vec![
+            both(DType::Q8_0, Granularity::Head),
+            both(DType::Q4_0, Granularity::Head),
+            both(DType::I8, Granularity::Token),
+            mixed(DType::Q4_0, DType::E4M3),
+            mixed(DType::BF16, DType::F32),
+        ],
+        Cache::Terms => vec![
+            both(DType::Q8_0, Granularity::Head),
+            both(DType::Q4_0, Granularity::Head),
+            mixed(DType::Q4_0, DType::E4M3),
+            mixed(DType::F16, DType::F32),
+            mixed(DType::F32, DType::BF16),
         ],
         Cache::Mla656 => vec![CacheSpec {
             v: Some(DType::Mla656Latent),
@@ -429,7 +443,7 @@ pub fn used(
         of_run = of_run.with(Feature::Beside);
     }
     let busy = |entry| match entry {
-        "prefill" | "mask_map" | "widen" => prefills,
+        "prefill" | "mask_map" | "widen" | "widen_rounded" | "widen_units" => prefills,
         _ => decodes,
     };
     let combines = queued.clone().any(|(_, entry)| entry == "combine");

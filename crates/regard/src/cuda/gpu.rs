@@ -672,10 +672,13 @@ impl Run<'_> {
             maps.as_ref().map_or(argument(&call.cache), argument),
             argument(&call.cache),
         ];
-        if let Some(WidenCall { launch, attention, parameters, cache }) = &call.widen {
+        if let Some(call) = &call.widen {
+            let WidenCall { attention, parameters, cache, .. } = call;
             let mut arguments = [argument(attention), argument(parameters), argument(cache)];
-            // SAFETY: the kernel reads these; the caller has promised the rest.
-            unsafe { self.launch(launch, &mut arguments)? };
+            for launch in call.launches() {
+                // SAFETY: the kernels read these; the caller has promised the rest.
+                unsafe { self.launch(&launch, &mut arguments)? };
+            }
         }
         if let Some(map) = call.tile_map.filter(|_| !mapped) {
             // SAFETY: passed on.
@@ -731,7 +734,7 @@ impl Run<'_> {
         let first = listed.as_ref().map_or(argument(&call.parameters), argument);
         let (cache, rest) = (argument(&call.cache), argument(&call.rest));
         let (mut arguments, count) = match (decode.cache, &maps) {
-            (Cache::Elements | Cache::Scaled, _) => ([first; 3], 1),
+            (Cache::Elements | Cache::Scaled | Cache::Terms, _) => ([first; 3], 1),
             (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
             (Cache::Latent, None) => ([first, rest, rest], 2),
             (Cache::Any, _) => ([first, cache, rest], 3),

@@ -112,7 +112,7 @@ pub fn launches(
         return Ok(queued);
     }
     if let Some(call) = choose_prefill(&problem, launches, inputs, outputs, 0) {
-        queued.extend(call.widen.as_ref().map(|widen| widen.launch));
+        queued.extend(call.widen.iter().flat_map(WidenCall::launches));
         let map = call.tile_map.zip(call.plan.map);
         queued.extend(map.map(|(map, space)| mask_map::map_launch(&map, &space.launch)));
         queued.push(call.kernel.launch.with_ctas(call.ctas));
@@ -174,7 +174,7 @@ pub fn tile_map(
 fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &Decode) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Scaled | Cache::Latent | Cache::Mla656 => {
+        Cache::Elements | Cache::Scaled | Cache::Terms | Cache::Latent | Cache::Mla656 => {
             load_kind(problem, inputs)
         }
         // Keys and values are read value by value; this is about queries.
@@ -354,7 +354,7 @@ pub(super) fn choose_prefill<'a>(
         let Copies { prefill, problem, inputs, key_scales, value_scales, call } = copies;
         let each_key = call.parameters.each_key;
         let prefill = prefill_call(&problem, prefill, &inputs, outputs, workspace);
-        // The kernel that takes scales of any granularity has no other beside it.
+        // The kernels that take a scale or two elements per key have no other beside them.
         if prefill.kernel.tensor_maps && prefill.maps.is_none() {
             return None;
         }
@@ -392,7 +392,7 @@ fn prefill_call<'a>(
     let mut faster = [&plan.specialized].into_iter().chain(&plan.any_scales);
     let (kernel, maps) = faster.find_map(suits).unwrap_or((&plan.fallback, None));
     attention.load_kind = match kernel.cache {
-        Cache::Elements | Cache::Scaled => load_kind(problem, inputs),
+        Cache::Elements | Cache::Scaled | Cache::Terms => load_kind(problem, inputs),
         // This is about queries.
         _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         _ => LoadKind::Elements,

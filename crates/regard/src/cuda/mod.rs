@@ -216,19 +216,26 @@ pub struct Prefill {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Widened {
     /// The launch that makes the copies: a CTA per block of keys, and of values.
-    pub launch: Launch,
+    pub rounded: Launch,
+    /// The same if no copy is rounded, where that can be.
+    pub exact: Option<Launch>,
+    /// The launch before `rounded`, if it rounds to f16: it finds what copies are multiples of.
+    pub units: Option<Launch>,
     /// Offset of the copy of keys in the workspace.
     pub keys_at: usize,
     /// Offset of the copy of values.
     pub values_at: usize,
     /// Offset of the scales of keys, if there is one for each.
     pub scales_at: usize,
+    /// Offset of what the keys and the values of each sequence and head are multiples of.
+    pub units_at: usize,
     /// The end of the copies.
     pub end: usize,
-    /// The launch of the kernels that read copies, if keys have no scales, or heads share them.
+    /// The launch of the kernels that read copies, if keys are exact there: they have no scales, or
+    /// heads share them.
     pub shared: Option<Prefill>,
-    /// The launch of the kernel that takes a scale for each key.
-    pub scaled: Option<Prefill>,
+    /// The launch of the kernel that takes more of each key: a scale, or two elements for one.
+    pub extended: Option<Prefill>,
 }
 
 /// A prefill kernel. Tiles are query tokens of one head.
@@ -281,7 +288,8 @@ impl Launches {
 
     /// The launches that a run queues, in order; of the specialized kernels.
     pub fn in_order(&self) -> impl Iterator<Item = Launch> {
-        let widen = self.widened.as_ref().map(|widened| widened.launch);
+        let widen = self.widened.iter();
+        let widen = widen.flat_map(Widened::launches);
         let prefill = self.fastest_prefill();
         let map = prefill.and_then(|prefill| prefill.map).map(|map| map.launch);
         let prefill = prefill.map(|prefill| prefill.specialized.launch);
@@ -290,7 +298,6 @@ impl Launches {
         let decode = decode.map(|decode| decode.launch);
         let prefix = self.prefix.iter();
         widen
-            .into_iter()
             .chain(map)
             .chain(prefill)
             .chain(prefix.clone().map(|prefix| prefix.schedule))
@@ -345,7 +352,9 @@ impl Launches {
             let launches = [prefix.schedule, prefix.kernel, prefix.merge];
             launches.into_iter().map(|launch| (prefix.fallback.module, launch.entry))
         });
-        let launches = self.in_order().chain(self.other_prefill());
+        let widen = self.widened.iter();
+        let widen = widen.flat_map(|widened| widened.units.into_iter().chain([widened.rounded]));
+        let launches = self.in_order().chain(widen).chain(self.other_prefill());
         let launches = launches.map(|launch| (launch.module, launch.entry));
         launches.chain(others).chain(schedule).chain(prefix)
     }

@@ -108,7 +108,7 @@ pub(super) fn head_scales(scales: &Option<Tensor<DeviceMemory>>) -> HeadScales {
     let Some(scales) = scales else { return HeadScales::default() };
     let last = scales.shape().last().zip(scales.strides().last());
     let stride = last.map_or(0, |(&heads, &stride)| if heads > 1 { stride } else { 0 });
-    HeadScales { pointer: scales.address(), stride }
+    HeadScales { pointer: scales.address(), stride, sequence_stride: 0 }
 }
 
 /// Whether all keys of a head share a scale, and all values.

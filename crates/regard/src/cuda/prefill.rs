@@ -105,18 +105,21 @@ pub(super) fn with_kernels(
         any_scales,
         fallback,
         min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
-        l2_group: l2_group(problem, facts),
+        l2_group: l2_group(problem, specialized.cache.key_terms(), facts),
         map: map.then(|| map_space(problem, facts, [&specialized, &fallback], map_at)),
     }
 }
 
-/// The fastest kernel on Hopper that multiplies the scores of each key by a scale of its own, over
-/// elements; `None` if there is none for the problem.
-pub(super) fn find_scaled(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+/// The fastest kernel on Hopper over elements that takes more of each key, as a class of caches
+/// says: `Cache::Scaled` or `Cache::Terms`; `None` if there is none for the problem.
+pub(super) fn find_extended(
+    cache: Cache,
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> Option<PrefillKernel> {
     let find = |build| {
         let element = Element::from_dtype(problem.dtype);
-        let kind = Kind { build, cache: Cache::Scaled, element };
-        find_kind(Family::PrefillSm90, kind, problem, facts)
+        find_kind(Family::PrefillSm90, Kind { build, cache, element }, problem, facts)
     };
     let plain =
         || find(Build::Specialized).filter(|kernel| has_plain_scores(problem) && kernel.exact_dims);
@@ -183,11 +186,19 @@ fn find_specialized_cache(
     (stored.or_else(in_f16), None)
 }
 
-/// Whether prefill is for a problem whose keys and values are in blocks of one kind. Decode has
-/// kernels for them too, faster than prefill's fallback; and where there are few rows, faster than
-/// its kernel for Hopper, because they divide the keys of a tile among CTAs.
-pub(super) fn takes_blocks(problem: &Problem, facts: &CudaFacts) -> bool {
-    let Some(kernel) = find_stored(problem, facts) else { return false };
+/// Whether a prefill kernel is faster than decode for a problem whose keys and values are in blocks
+/// of one kind. Decode has kernels for them too, faster than prefill's fallback; and where there
+/// are few rows, faster than its kernels for Hopper, because they divide the keys of a tile among
+/// CTAs. `has_decode_wgmma`: whether decode would multiply by WGMMA.
+pub(super) fn outruns_decode(
+    problem: &Problem,
+    kernel: &PrefillKernel,
+    has_decode_wgmma: bool,
+    facts: &CudaFacts,
+) -> bool {
+    if !kernel.tensor_maps {
+        return false;
+    }
     let tiles = |rows_per_token: usize, tile_rows: usize| {
         let of_tokens = |tokens: usize| tokens.saturating_mul(rows_per_token).div_ceil(tile_rows);
         match problem.queries {
@@ -201,8 +212,16 @@ pub(super) fn takes_blocks(problem: &Problem, facts: &CudaFacts) -> bool {
     let ctas = facts.multiprocessors;
     let rounds = tiles(1, kernel.tile_rows).saturating_mul(problem.query_heads).div_ceil(ctas);
     let decode = tiles(problem.group(), BLOCK_DECODE_ROWS).saturating_mul(problem.kv_heads);
-    // A round of prefill takes four fifths of the time in which decode does a tile per CTA.
-    decode > rounds.saturating_mul(ctas) / 5 * 4
+    // In quarters of the time in which decode with WGMMA does a tile, as measured on an H200
+    // (docs/perf): a tile of prefill, with the copy of a sequence's keys and values of a head.
+    let (of_tile, of_copy) = match kernel.cache {
+        Cache::Terms => (4, 9),
+        _ => (8, 0),
+    };
+    let copies = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(of_copy);
+    let prefill = rounds.saturating_mul(ctas * of_tile).saturating_add(copies);
+    let of_decode_tile = if has_decode_wgmma { 4 } else { 8 };
+    decode.saturating_mul(of_decode_tile) > prefill
 }
 
 /// Hopper's kernel for caches in any formats whose codes and floats are exact in the type of
@@ -378,9 +397,9 @@ fn map_space(
 
 /// (Sequence, key/value head) pairs that share the L2 cache: groups of equal size, as few as
 /// possible.
-fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
+fn l2_group(problem: &Problem, key_terms: usize, facts: &CudaFacts) -> i32 {
     let pairs = problem.batch.saturating_mul(problem.kv_heads).max(1);
-    let key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.size();
+    let key_bytes = (key_terms * problem.head_dim + problem.value_dim) * problem.dtype.size();
     let pair_bytes = problem.kv_len.max(1).saturating_mul(key_bytes);
     let max_pairs = (facts.l2_bytes / L2_GROUP_DIVISOR / pair_bytes).max(1);
     let groups = pairs.div_ceil(max_pairs);
@@ -415,6 +434,10 @@ pub(super) fn map_extents(
 /// Offset of the two tile counters in the workspace, in bytes.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches point there"))]
 pub(super) const COUNTERS_AT: usize = COUNTER_BYTES - PREFILL_COUNTER_BYTES;
+
+/// Offset of the counter of CTAs that find the units of copies: behind those two.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches point there"))]
+pub(super) const UNIT_COUNTER_AT: usize = COUNTERS_AT + 8;
 
 #[cfg(test)]
 mod tests {
@@ -481,10 +504,11 @@ mod tests {
                 value_dtype: DType::Q8_0,
                 ..Problem::new(DType::BF16, 128)
             };
-            takes_blocks(&problem, &facts)
+            let stored = find_stored(&problem, &facts).unwrap();
+            outruns_decode(&problem, &stored, true, &facts)
         };
-        assert!(!takes(1, 17) && !takes(1, 64) && takes(1, 128) && takes(1, 2048));
-        assert!(!takes(8, 17) && takes(8, 32) && takes(8, 512));
+        assert!(!takes(1, 17) && !takes(1, 128) && takes(1, 512) && takes(1, 2048));
+        assert!(!takes(8, 17) && !takes(8, 64) && takes(8, 256) && takes(8, 512));
         assert!(!takes(0, 512) && !takes(1, 0));
     }
 

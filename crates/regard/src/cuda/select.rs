@@ -69,15 +69,19 @@ fn select_flat(
     if let Some(rows) = problem.listed_rows() {
         return select_decode_only(&rows, facts, machine);
     }
-    let division = match cache_of(problem) {
-        Cache::Q8_0 | Cache::Q4_0 if !prefill::takes_blocks(problem, facts) => Division::Decode,
-        _ => prefill::division(problem),
+    let is_taken = |plan: &PrefillPlan| match cache_of(problem) {
+        Cache::Q8_0 | Cache::Q4_0 => {
+            let has_wgmma = decode_wgmma::select(problem, facts).is_some();
+            prefill::outruns_decode(problem, &plan.fastest().specialized, has_wgmma, facts)
+        }
+        _ => true,
     };
-    match division {
+    match prefill::division(problem) {
         Division::Prefill => {
-            if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
-                let prefill = with_copies(problem, prefill, facts, 0, COUNTER_BYTES);
-                return Ok(prefill_alone(problem, prefill));
+            let plan = prefill::select(problem, facts, 0, COUNTER_BYTES)
+                .map(|prefill| with_copies(problem, prefill, facts, 0, COUNTER_BYTES));
+            if let Some(plan) = plan.filter(is_taken) {
+                return Ok(prefill_alone(problem, plan));
             }
         }
         Division::Mixed(max_tokens) => {
@@ -86,10 +90,11 @@ fn select_flat(
             let decode = select_decode(&short, facts, machine)?;
             let map_at =
                 decode.backend.workspace_bytes.next_multiple_of(WORKSPACE_ALIGNMENT as usize);
-            if let Some(prefill) = prefill::select(problem, facts, max_tokens, map_at) {
-                let end = decode.backend.workspace_bytes;
-                let prefill = with_copies(problem, prefill, facts, max_tokens, end);
-                return Ok(mixed(problem, prefill, decode, max_tokens));
+            let end = decode.backend.workspace_bytes;
+            let plan = prefill::select(problem, facts, max_tokens, map_at)
+                .map(|prefill| with_copies(problem, prefill, facts, max_tokens, end));
+            if let Some(plan) = plan.filter(is_taken) {
+                return Ok(mixed(problem, plan, decode, max_tokens));
             }
         }
         Division::Decode => {}

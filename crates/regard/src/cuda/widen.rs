@@ -1,10 +1,14 @@
-//! Prefill over codes on a copy of keys and values in the type of queries: a kernel makes the copy
-//! in the workspace, and the kernels over elements read it. Many rows read each key, so that one
-//! conversion for all of them is less work than one per tile of rows.
+//! Prefill over a cache in other types than queries, on a copy of keys and values in their type: a
+//! kernel makes the copy in the workspace, and the kernels over elements read it. Many rows read
+//! each key, so that one conversion for all of them is less work than one per tile of rows.
 //!
 //! Codes are exact in the copy without their scales. Scales that heads share join scores and
-//! outputs. Other scales of keys are copied beside them, and multiply scores; other scales of
-//! values multiply the values, which are rounded.
+//! outputs. Other scales of keys are copied beside them, and multiply scores. Values with other
+//! scales, in blocks or of another type are rounded, as probabilities are.
+//!
+//! Rounded keys would not be exact enough. So keys in blocks or of another type become two
+//! elements: a rounded one, and what rounding took, also rounded. f16 has a small range: what is
+//! rounded to it is a multiple of a power of two, the unit of its sequence and head.
 
 use super::prefill;
 use super::registry::{Cache, Family};
@@ -25,15 +29,20 @@ use {
     crate::variant::Attention,
 };
 
-/// The largest copy of keys and values: those of 131072 tokens of 8 heads at head dim 128.
-const MAX_COPY_BYTES: usize = 512 << 20;
+/// The largest copy of keys and values: those of 262144 tokens of 8 heads at head dim 128, or of
+/// two thirds of these tokens if keys become two elements.
+const MAX_COPY_BYTES: usize = 1 << 30;
 
 /// Alignment of the copies in the workspace, in bytes: of a line of memory.
 const COPY_ALIGNMENT: usize = 128;
 
-/// Threads per CTA and keys per CTA, as in `widen.cu`.
+/// Threads per CTA and keys per CTA, as in `widen.cu`; and threads where it finds units.
 const THREADS: u32 = 256;
-const BLOCK_KEYS: usize = 64;
+const BLOCK_KEYS: usize = 32;
+const UNIT_THREADS: u32 = 1024;
+
+/// Keys from which on another CTA finds units.
+const UNIT_KEYS: usize = 1024;
 
 /// Keys of the largest K tile of prefill.
 const MAX_TILE_KEYS: usize = 128;
@@ -41,12 +50,22 @@ const MAX_TILE_KEYS: usize = 128;
 /// Rows that read each copied key from which on a copy pays, as measured on an H200 (docs/perf):
 /// beside the kernels for codes that multiply by WGMMA, which convert them while others multiply,
 /// at head dims up to 128 and above; beside the kernel for any formats that does, if heads share
-/// scales and if not; and, estimated from bytes and operations, beside those with `mma.sync`.
+/// scales and if not; and, estimated from bytes and operations, beside those with `mma.sync`, where
+/// kernels on the copy have WGMMA and where they have not.
 const ROWS_BESIDE_CODES: usize = 1200;
 const ROWS_BESIDE_CODES_WIDE: usize = 600;
 const ROWS_BESIDE_STORED: usize = 256;
 const ROWS_BESIDE_STORED_SCALED: usize = 128;
+const ROWS_BESIDE_SM80_ON_HOPPER: usize = 16;
 const ROWS_BESIDE_SM80: usize = 100;
+
+/// The same in tiles of rows, each of one query head, for keys of two elements beside the kernel
+/// for any formats with WGMMA: an estimate from the bytes of copies.
+const TILES_BESIDE_STORED: usize = 3;
+const TILE_ROWS: usize = 128;
+
+/// Units of a sequence and head: of keys and of values.
+const UNITS: usize = 2;
 
 /// The problem of the kernels over elements.
 fn widened(problem: &Problem) -> Problem {
@@ -68,10 +87,18 @@ fn planned_tokens(problem: &Problem) -> usize {
     problem.batch.saturating_mul(problem.kv_len)
 }
 
-/// Bytes of the copies of keys and of values of this many tokens.
-fn copy_bytes(problem: &Problem, tokens: usize) -> [usize; 2] {
-    let token_bytes = |dim| problem.kv_heads * row_elements(dim) * problem.dtype.size();
-    [problem.head_dim, problem.value_dim].map(|dim| tokens.saturating_mul(token_bytes(dim)))
+/// Bytes of the copies of keys and of values of this many tokens. `terms`: elements per one of a
+/// key.
+fn copy_bytes(problem: &Problem, tokens: usize, terms: usize) -> [usize; 2] {
+    let bytes =
+        |heads: usize, dim| tokens.saturating_mul(heads * row_elements(dim) * problem.dtype.size());
+    [bytes(terms * problem.kv_heads, problem.head_dim), bytes(problem.kv_heads, problem.value_dim)]
+}
+
+/// Whether the copies of all tokens are small enough.
+fn fits(problem: &Problem, terms: usize) -> bool {
+    let [keys, values] = copy_bytes(problem, planned_tokens(problem), terms);
+    keys.saturating_add(values) <= MAX_COPY_BYTES
 }
 
 /// Elements from head to head of the scales of keys: prefill reads whole K tiles.
@@ -79,8 +106,8 @@ fn scale_stride(problem: &Problem) -> usize {
     problem.kv_len.saturating_add(MAX_TILE_KEYS).next_multiple_of(4)
 }
 
-/// Prefill over a copy, if that is faster than the kernels that read codes; the copies and the tile
-/// maps of a mask are behind the first `start` bytes of the workspace.
+/// Prefill over a copy, if that is faster than the kernels that read the cache; the copies and the
+/// tile maps of a mask are behind the first `start` bytes of the workspace.
 pub(super) fn select(
     problem: &Problem,
     beside: &Prefill,
@@ -88,44 +115,99 @@ pub(super) fn select(
     max_decode_len: usize,
     start: usize,
 ) -> Option<Widened> {
+    if !is_copied(problem) || !fits(problem, 1) {
+        return None;
+    }
     let rows = rows_per_key(problem);
-    let takes_shared = (holds_codes(problem) || takes_scales(problem))
-        && rows >= min_rows(problem, &beside.specialized);
     let on_copy = widened(problem);
-    let takes_scaled = takes_scales(problem) && rows >= min_rows_scaled(beside);
-    let scaled = takes_scaled.then(|| prefill::find_scaled(&on_copy, facts)).flatten();
-    if !takes_shared && scaled.is_none() {
+    let takes_shared = prefill::is_exact(problem, problem.key_dtype)
+        && rows >= min_rows(problem, &beside.specialized, facts);
+    let extended = find_extended(problem, &on_copy, facts)
+        .filter(|kernel| fits(problem, kernel.cache.key_terms()))
+        .filter(|kernel| rows >= min_rows_extended(problem, kernel.cache, beside));
+    if !takes_shared && extended.is_none() {
         return None;
     }
-    let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem));
-    if key_bytes.saturating_add(value_bytes) > MAX_COPY_BYTES {
-        return None;
-    }
-    let scale_bytes = problem.batch.checked_mul(problem.kv_heads)?;
-    let scale_bytes = scale_bytes.checked_mul(4 * scale_stride(problem))?;
+    let terms = extended.map_or(1, |kernel| kernel.cache.key_terms());
+    let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem), terms);
+    let heads = problem.batch.checked_mul(problem.kv_heads)?;
+    let scale_bytes = match extended.map(|kernel| kernel.cache) {
+        Some(Cache::Scaled) => heads.checked_mul(4 * scale_stride(problem))?,
+        _ => 0,
+    };
+    let has_units = problem.dtype == DType::F16;
+    let splits = unit_splits(problem, facts);
+    let unit_bytes = if has_units { heads.checked_mul(4 * UNITS * (1 + splits))? } else { 0 };
     let behind =
         |at: usize, bytes: usize| at.checked_add(bytes)?.checked_next_multiple_of(COPY_ALIGNMENT);
     let keys_at = behind(start, 0)?;
     let values_at = behind(keys_at, key_bytes)?;
     let scales_at = behind(values_at, value_bytes)?;
-    let end = behind(scales_at, if scaled.is_some() { scale_bytes } else { 0 })?;
+    let units_at = behind(scales_at, scale_bytes)?;
+    let end = behind(units_at, unit_bytes)?;
     let shared = takes_shared.then(|| prefill::select(&on_copy, facts, max_decode_len, end));
     let shared = shared.flatten();
-    let scaled = scaled.map(|kernel| {
+    let extended = extended.map(|kernel| {
         prefill::with_kernels([kernel; 2], None, &on_copy, facts, max_decode_len, end)
     });
-    if shared.is_none() && scaled.is_none() {
+    if shared.is_none() && extended.is_none() {
         return None;
     }
     let blocks = problem.batch.checked_mul(problem.kv_len.div_ceil(BLOCK_KEYS))?.checked_mul(2)?;
-    let launch = Launch {
+    let grid = |ctas: usize| Some([i32::try_from(ctas).ok()? as u32, 1, 1]);
+    let rounded = Launch {
         module: Family::Widen.name(),
-        entry: "widen",
-        grid: [i32::try_from(blocks).ok()? as u32, 1, 1],
+        entry: "widen_rounded",
+        grid: grid(blocks)?,
         threads: THREADS,
         ..Launch::default()
     };
-    Some(Widened { launch, keys_at, values_at, scales_at, end, shared, scaled })
+    let [of_heads, ..] = grid(UNITS * heads)?;
+    let units = Launch {
+        entry: "widen_units",
+        grid: [of_heads, splits as u32, 1],
+        threads: UNIT_THREADS,
+        shared_bytes: (UNIT_THREADS / 32 + 1) * 4,
+        ..rounded
+    };
+    let units = has_units.then_some(units);
+    let is_exact = |stored| prefill::is_exact(problem, stored);
+    let can_be_exact = is_exact(problem.key_dtype) && is_exact(problem.value_dtype);
+    let exact = can_be_exact.then_some(Launch { entry: "widen", ..rounded });
+    Some(Widened {
+        rounded,
+        exact,
+        units,
+        keys_at,
+        values_at,
+        scales_at,
+        units_at,
+        end,
+        shared,
+        extended,
+    })
+}
+
+/// Parts of a sequence's keys for which units are found by a CTA each: as many as fill the GPU.
+fn unit_splits(problem: &Problem, facts: &CudaFacts) -> usize {
+    let heads = UNITS.saturating_mul(problem.batch).saturating_mul(problem.kv_heads);
+    let parts = problem.kv_len.div_ceil(UNIT_KEYS);
+    (2 * facts.multiprocessors / heads.max(1)).clamp(1, parts.max(1))
+}
+
+/// Hopper's kernel that takes more of a key than an element of the copy, if keys may need it: a
+/// scale for each key, or two elements for one. Keys of 8-bit codes need neither if heads share
+/// their scales.
+fn find_extended(problem: &Problem, on_copy: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let in_bf16 = problem.dtype == DType::BF16;
+    let cache = match problem.key_dtype {
+        stored if stored == problem.dtype => return None,
+        stored if stored.is_code() && in_bf16 => Cache::Scaled,
+        // Two elements have 16 bits of these, which are too few for a log-sum-exp.
+        DType::Q8_0 | DType::F32 if in_bf16 && problem.lse => return None,
+        _ => Cache::Terms,
+    };
+    prefill::find_extended(cache, on_copy, facts)
 }
 
 impl Prefill {
@@ -136,29 +218,24 @@ impl Prefill {
 }
 
 impl Widened {
+    /// The launches that make the copies, in order; with the operands that they are fastest for.
+    pub(super) fn launches(&self) -> impl Iterator<Item = Launch> + use<> {
+        let units = self.units.filter(|_| self.exact.is_none());
+        units.into_iter().chain([self.exact.unwrap_or(self.rounded)])
+    }
+
     /// Prefill over the copies, in the order of speed.
     pub(super) fn prefills(&self) -> impl Iterator<Item = &Prefill> {
-        self.shared.iter().chain(&self.scaled)
+        self.shared.iter().chain(&self.extended)
     }
 }
 
-/// Whether a copy holds keys and values as they are, without the scales of codes: they are exact in
-/// the type of queries, one of 16 bits, and not all are stored in it.
-fn holds_codes(problem: &Problem) -> bool {
+/// Whether keys and values can be copied, into a type of 16 bits, and are not all stored in it.
+fn is_copied(problem: &Problem) -> bool {
     matches!(problem.dtype, DType::F16 | DType::BF16)
         && problem.rotary_dim == 0
-        && prefill::is_exact(problem, problem.key_dtype)
-        && prefill::is_exact(problem, problem.value_dtype)
+        && !problem.key_dtype.is_latent_row()
         && !prefill::has_elements(problem)
-}
-
-/// Whether a copy may hold values that are multiplied by their scales, and rounded to the type of
-/// queries: codes or blocks. The range of f16 is too small.
-fn takes_scales(problem: &Problem) -> bool {
-    let holds_blocks = problem.rotary_dim == 0
-        && prefill::is_exact(problem, problem.key_dtype)
-        && problem.value_dtype.is_block();
-    problem.dtype == DType::BF16 && (holds_codes(problem) || holds_blocks)
 }
 
 /// Rows that read a copied key, on average, if all sequences are as long as the longest. (The short
@@ -179,32 +256,48 @@ fn rows_per_key(problem: &Problem) -> usize {
     problem.group().saturating_mul(tokens).saturating_mul(seen) / copied.max(1)
 }
 
-/// Rows from which on a copy pays beside that kernel, if heads share scales.
-fn min_rows(problem: &Problem, kernel: &PrefillKernel) -> usize {
+/// Rows from which on a copy pays beside that kernel, if keys are exact there.
+fn min_rows(problem: &Problem, kernel: &PrefillKernel, facts: &CudaFacts) -> usize {
     match (kernel.tensor_maps, kernel.cache) {
         (true, Cache::Bytes) if problem.head_dim > 128 => ROWS_BESIDE_CODES_WIDE,
         (true, Cache::Bytes) => ROWS_BESIDE_CODES,
         (true, _) => ROWS_BESIDE_STORED,
+        (false, _) if facts.compute_capability == 90 => ROWS_BESIDE_SM80_ON_HOPPER,
         (false, _) => ROWS_BESIDE_SM80,
     }
 }
 
-/// Rows from which on a copy pays, if heads do not share scales.
-fn min_rows_scaled(beside: &Prefill) -> usize {
+/// The same for a kernel of Hopper that takes more of each key.
+fn min_rows_extended(problem: &Problem, cache: Cache, beside: &Prefill) -> usize {
     let kernel = match beside.specialized.head_scales {
         true => beside.any_scales.unwrap_or(beside.fallback),
         false => beside.specialized,
     };
-    if kernel.tensor_maps { ROWS_BESIDE_STORED_SCALED } else { ROWS_BESIDE_SM80 }
+    match (kernel.tensor_maps, cache) {
+        // A tile takes as long with few rows.
+        (true, Cache::Terms) => TILES_BESIDE_STORED * problem.query_len.min(TILE_ROWS),
+        (true, _) => ROWS_BESIDE_STORED_SCALED,
+        (false, _) => ROWS_BESIDE_SM80_ON_HOPPER,
+    }
 }
 
-/// The call of the kernel that makes the copies.
+/// The call of the kernels that make the copies.
 #[cfg(feature = "cuda")]
 pub(super) struct WidenCall {
+    /// The one that finds units, if there are any.
+    pub units: Option<Launch>,
     pub launch: Launch,
     pub attention: AttentionParameters,
     pub parameters: WidenParameters,
     pub cache: CacheParameters,
+}
+
+#[cfg(feature = "cuda")]
+impl WidenCall {
+    /// The launches, in order; all have the same parameters.
+    pub(super) fn launches(&self) -> impl Iterator<Item = Launch> {
+        self.units.into_iter().chain([self.launch])
+    }
 }
 
 /// What prefill over a copy needs beside the operands.
@@ -235,50 +328,48 @@ impl Widened {
             KvStorage::Ragged => inputs.k.shape()[0],
             KvStorage::Batched | KvStorage::Paged { .. } => planned_tokens(problem),
         };
-        let [key_bytes, value_bytes] = copy_bytes(problem, tokens);
+        if problem.kv_len == 0 || inputs.k.is_empty() {
+            return None;
+        }
+        let reader = self.reader(problem, inputs)?;
+        let (prefill, terms) = (reader.prefill, reader.cache().key_terms());
+        let [key_bytes, value_bytes] = copy_bytes(problem, tokens, terms);
         let fits = self.keys_at.saturating_add(key_bytes) <= self.values_at
             && self.values_at.saturating_add(value_bytes) <= self.scales_at;
-        if !fits || problem.kv_len == 0 || inputs.k.is_empty() {
+        if !fits {
             return None;
         }
-        let (of_keys, of_values) = (&inputs.attention.k_scales, inputs.value_scales());
-        let shares_values = is_per_head(of_values) && !problem.value_dtype.is_block();
-        if !shares_values && !takes_scales(problem) {
-            return None;
-        }
-        let shared = self.shared.as_ref().filter(|_| is_per_head(of_keys));
-        // The cache's kernels are faster than copies with a scale per key, if heads share all.
-        let prefill = match is_per_head(of_keys) && shares_values {
-            true => shared?,
-            false => shared.or(self.scaled.as_ref().filter(|_| of_keys.is_some()))?,
+        let copy = |at: usize, heads: usize, dim: usize| {
+            copy_of(problem, tokens, workspace + at as u64, heads, dim)
         };
-        let shares_keys = shared.is_some();
-        let copy = |at: usize, dim: usize| copy_of(problem, tokens, workspace + at as u64, dim);
-        let k = copy(self.keys_at, problem.head_dim)?;
-        let v = copy(self.values_at, problem.value_dim)?;
-        let of_heads =
-            |scales, shares: bool| if shares { head_scales(scales) } else { HeadScales::default() };
-        let key_scales = of_heads(of_keys, shares_keys);
-        let value_scales = of_heads(of_values, shares_values);
-        let each_key = match of_keys {
-            Some(_) if !shares_keys => KeyScales {
-                pointer: workspace + self.scales_at as u64,
-                stride: scale_stride(problem) as i64,
-            },
-            _ => KeyScales::default(),
-        };
+        let k = copy(self.keys_at, terms * problem.kv_heads, problem.head_dim)?;
+        let v = copy(self.values_at, problem.kv_heads, problem.value_dim)?;
+        let find_units = self.units.filter(|_| reader.rounds());
+        let units = find_units.map(|_| workspace + self.units_at as u64);
+        let scales = reader.scales(problem, inputs, workspace + self.scales_at as u64, units);
+        let Scales { key_scales, value_scales, each_key } = scales;
         let key_blocks = problem.kv_len.div_ceil(BLOCK_KEYS);
         let parameters = WidenParameters {
             keys: kv_tensor(&k),
             values: kv_tensor(&v),
             each_key,
+            units: units.unwrap_or(0),
+            counter: workspace + prefill::UNIT_COUNTER_AT as u64,
             min_query_len: prefill.min_query_len,
             key_blocks: count(key_blocks),
             aligned: [&inputs.k, &inputs.v].into_iter().all(reads_16_bytes).into(),
-            scale_values: (!shares_values).into(),
+            key_terms: count(terms),
+            round_values: (!reader.values_are_exact).into(),
+            unused: 0,
         };
+        let launch = self.exact.filter(|_| !reader.rounds()).unwrap_or(self.rounded);
         let call = WidenCall {
-            launch: self.launch.with_ctas((2 * problem.batch * key_blocks) as u32),
+            launch: launch.with_ctas((2 * problem.batch * key_blocks) as u32),
+            units: find_units.map(|launch| {
+                let [_, splits, _] = launch.grid;
+                let heads = (UNITS * problem.batch * problem.kv_heads) as u32;
+                Launch { grid: [heads, splits, 1], ..launch }
+            }),
             attention: attention(problem, inputs, outputs, 0),
             parameters,
             cache: cache_parameters(problem, inputs),
@@ -295,15 +386,93 @@ impl Widened {
     }
 }
 
+/// The launch that reads copies of some operands.
+#[cfg(feature = "cuda")]
+struct Reader<'p> {
+    prefill: &'p Prefill,
+    /// Whether values are copied as they are: their scales join outputs, if they have any.
+    values_are_exact: bool,
+}
+
+/// What prefill multiplies copies by.
+#[cfg(feature = "cuda")]
+struct Scales {
+    key_scales: HeadScales,
+    value_scales: HeadScales,
+    each_key: KeyScales,
+}
+
+#[cfg(feature = "cuda")]
+impl Widened {
+    /// The launch that reads copies of these operands; `None` if none takes their scales.
+    fn reader(&self, problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<Reader<'_>> {
+        let (of_keys, of_values) = (&inputs.attention.k_scales, inputs.value_scales());
+        let is_exact = |stored, scales| prefill::is_exact(problem, stored) && is_per_head(scales);
+        let keys_are_exact = is_exact(problem.key_dtype, of_keys);
+        let values_are_exact = is_exact(problem.value_dtype, of_values);
+        let shared = self.shared.as_ref().filter(|_| keys_are_exact);
+        let takes = |plan: &&Prefill| plan.specialized.cache != Cache::Scaled || of_keys.is_some();
+        // The cache's kernels are faster than copies of all that a key may need, if heads share all
+        // scales.
+        let prefill = match keys_are_exact && values_are_exact {
+            true => shared?,
+            false => shared.or_else(|| self.extended.as_ref().filter(takes))?,
+        };
+        Some(Reader { prefill, values_are_exact })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Reader<'_> {
+    fn cache(&self) -> Cache {
+        self.prefill.specialized.cache
+    }
+
+    /// Whether some of the copies are rounded.
+    fn rounds(&self) -> bool {
+        self.cache() == Cache::Terms || !self.values_are_exact
+    }
+
+    /// The scales of copies. `each_key`: the address of those of single keys; `units`: of what
+    /// rounded copies are multiples of, if not of 1.
+    fn scales(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<DeviceMemory>,
+        each_key: u64,
+        units: Option<u64>,
+    ) -> Scales {
+        let heads = problem.batch * problem.kv_heads;
+        let of_units = |side: usize| {
+            units.map_or(HeadScales::default(), |units| HeadScales {
+                pointer: units + (4 * side * heads) as u64,
+                stride: 1,
+                sequence_stride: problem.kv_heads as i64,
+            })
+        };
+        let each_key = KeyScales { pointer: each_key, stride: scale_stride(problem) as i64 };
+        let (key_scales, each_key) = match self.cache() {
+            Cache::Scaled => (HeadScales::default(), each_key),
+            Cache::Terms => (of_units(0), KeyScales::default()),
+            _ => (head_scales(&inputs.attention.k_scales), KeyScales::default()),
+        };
+        let value_scales = match self.values_are_exact {
+            true => head_scales(inputs.value_scales()),
+            false => of_units(1),
+        };
+        Scales { key_scales, value_scales, each_key }
+    }
+}
+
 /// The tensor of a copy of this many tokens.
 #[cfg(feature = "cuda")]
 fn copy_of<'a>(
     problem: &Problem,
     tokens: usize,
     address: u64,
+    heads: usize,
     dim: usize,
 ) -> Option<Tensor<'a, DeviceMemory>> {
-    let heads = problem.kv_heads;
     let head = row_elements(dim) as i64;
     let token = head * heads as i64;
     let dims = match problem.keys {
@@ -350,9 +519,9 @@ mod tests {
         Some(launches(problem, "h200").widened?.shared?.specialized.launch.module)
     }
 
-    /// The same, if they do not.
-    fn scaled_module(problem: &Problem) -> Option<&'static str> {
-        Some(launches(problem, "h200").widened?.scaled?.specialized.launch.module)
+    /// The same, if it takes more of each key.
+    fn extended_module(problem: &Problem) -> Option<&'static str> {
+        Some(launches(problem, "h200").widened?.extended?.specialized.launch.module)
     }
 
     #[test]
@@ -369,33 +538,79 @@ mod tests {
         // One side in the type of queries, and pages.
         let paged = KvStorage::Paged { block_size: 16 };
         assert!(module(&Problem { keys: paged, value_dtype: DType::BF16, ..base() }).is_some());
-        // What is not exact in 16 bits, or has no use of a copy.
+        // Keys that are not exact in 16 bits, or have no use of a copy.
         for other in [DType::BF16, DType::F16, DType::Q8_0] {
             assert_eq!(module(&Problem { key_dtype: other, value_dtype: other, ..base() }), None);
         }
     }
 
     #[test]
+    fn keys_that_are_not_exact_become_two_elements() {
+        let over = |dtype, key_dtype, value_dtype| Problem {
+            key_dtype,
+            value_dtype,
+            out_dtype: dtype,
+            dtype,
+            ..base()
+        };
+        for (dtype, keys, values) in [
+            (DType::BF16, DType::Q8_0, DType::Q8_0),
+            (DType::BF16, DType::Q4_0, DType::E4M3),
+            (DType::BF16, DType::F16, DType::BF16),
+            (DType::BF16, DType::F32, DType::F32),
+            (DType::F16, DType::Q8_0, DType::Q4_0),
+            (DType::F16, DType::BF16, DType::BF16),
+            (DType::F16, DType::I8, DType::I8),
+        ] {
+            let problem = over(dtype, keys, values);
+            let name = format!("prefill_{dtype}_128_128_terms_plain_sm90");
+            assert_eq!(extended_module(&problem), Some(name.as_str()), "{keys} {values}");
+            let widened = launches(&problem, "h200").widened.unwrap();
+            assert_eq!(widened.values_at - widened.keys_at, 2 * 2 * 4096 * 8 * 128 * 2);
+            assert_eq!(widened.units.is_some(), dtype == DType::F16);
+        }
+        // Few rows divide their keys among CTAs, and other GPUs have no kernel.
+        let blocks = over(DType::BF16, DType::Q8_0, DType::Q8_0);
+        assert!(
+            launches(&Problem { batch: 1, query_len: 17, ..blocks.clone() }, "h200")
+                .widened
+                .is_none()
+        );
+        assert!(launches(&blocks, "a100").prefill.is_none());
+        // bf16 has too few bits for the log-sum-exp of some keys.
+        let with_lse =
+            |dtype, keys| extended_module(&Problem { lse: true, ..over(dtype, keys, DType::I8) });
+        for keys in [DType::Q4_0, DType::F16] {
+            assert!(with_lse(DType::BF16, keys).is_some());
+        }
+        for keys in [DType::Q8_0, DType::F32] {
+            assert!(with_lse(DType::BF16, keys).is_none());
+            assert!(with_lse(DType::F16, keys).is_some());
+        }
+        // The copy of these keys would be too large.
+        let long = Problem { batch: 1, kv_len: 200_000, ..over(DType::F16, DType::I8, DType::I8) };
+        assert!(module(&long).is_some() && extended_module(&long).is_none());
+    }
+
+    #[test]
     fn scales_of_any_granularity_are_copied_too() {
         let over = |key_dtype, value_dtype| Problem { key_dtype, value_dtype, ..base() };
         let scaled = Some("prefill_bf16_128_128_scaled_plain_sm90");
-        assert_eq!(scaled_module(&base()), scaled);
+        assert_eq!(extended_module(&base()), scaled);
         let mut capped = base();
         capped.variant.softcap = true;
         let fallback = Some("prefill_bf16_128_128_scaled_fallback_sm90");
-        assert_eq!(scaled_module(&capped), fallback);
-        assert_eq!(scaled_module(&Problem { head_dim: 120, ..base() }), fallback);
+        assert_eq!(extended_module(&capped), fallback);
+        assert_eq!(extended_module(&Problem { head_dim: 120, ..base() }), fallback);
         // Values in blocks are multiplied by their scales.
         let plain = Some("prefill_bf16_128_128_plain_sm90");
         for keys in [DType::BF16, DType::I8] {
             let problem = over(keys, DType::Q4_0);
-            assert_eq!((module(&problem), scaled_module(&problem)), (plain, scaled));
+            let extended = (keys == DType::I8).then_some(scaled).flatten();
+            assert_eq!((module(&problem), extended_module(&problem)), (plain, extended));
         }
-        // Blocks have several scales per key, the range of f16 is too small, and other GPUs have no
-        // kernel.
-        assert_eq!(scaled_module(&over(DType::Q8_0, DType::Q8_0)), None);
-        assert_eq!(scaled_module(&Problem { dtype: DType::F16, ..base() }), None);
-        assert!(launches(&base(), "a100").widened.unwrap().scaled.is_none());
+        // Other GPUs have no kernel.
+        assert!(launches(&base(), "a100").widened.unwrap().extended.is_none());
         // The kernel over codes with their scales is that for any formats, or `mma.sync`.
         let short = |head_dim| Problem {
             query_len: 30,
@@ -404,8 +619,8 @@ mod tests {
             ..over(DType::I8, DType::I8)
         };
         assert_eq!(rows_per_key(&short(128)), 120);
-        assert_eq!(scaled_module(&short(128)), None);
-        assert_eq!(scaled_module(&short(256)), Some("prefill_bf16_256_256_scaled_plain_sm90"));
+        assert_eq!(extended_module(&short(128)), None);
+        assert_eq!(extended_module(&short(256)), Some("prefill_bf16_256_256_scaled_plain_sm90"));
     }
 
     #[test]
@@ -435,7 +650,7 @@ mod tests {
         );
         assert_eq!(planned.workspace_bytes, copies.end);
         let of_bytes = |kv_len| module(&Problem { batch: 1, kv_len, ..base() });
-        assert!(of_bytes(131072).is_some() && of_bytes(131073).is_none());
+        assert!(of_bytes(262_144).is_some() && of_bytes(262_145).is_none());
         assert!(module(&Problem { batch: usize::MAX / 8, kv_len: 1 << 30, ..base() }).is_none());
     }
 }

@@ -140,6 +140,9 @@ pub enum Cache {
     Any,
     /// As elements of the queries' type, and a scale per key beside them.
     Scaled,
+    /// As elements of the queries' type, two of which add up to one of a key: a rounded one, and
+    /// what rounding took.
+    Terms,
     /// As elements, and values are the first dims of keys.
     Latent,
     /// As records of `mla656`, whose first dims are the values.
@@ -228,9 +231,12 @@ impl Cache {
     pub const fn sides(self) -> (Storage, Storage) {
         let both = match self {
             Cache::Pair(keys, values) => return (keys, values),
-            Cache::Elements | Cache::Scaled | Cache::Any | Cache::Latent | Cache::Mla656 => {
-                Storage::Elements
-            }
+            Cache::Elements
+            | Cache::Scaled
+            | Cache::Terms
+            | Cache::Any
+            | Cache::Latent
+            | Cache::Mla656 => Storage::Elements,
             Cache::Bytes => Storage::Bytes,
             Cache::Q8_0 => Storage::Q8_0,
             Cache::Q4_0 => Storage::Q4_0,
@@ -241,7 +247,7 @@ impl Cache {
     /// The number that kernels know it by: `CacheClass` of `cache_class.cuh`.
     const fn number(self) -> usize {
         match self {
-            Cache::Elements | Cache::Scaled | Cache::Latent => 0,
+            Cache::Elements | Cache::Scaled | Cache::Terms | Cache::Latent => 0,
             Cache::Bytes => 1,
             Cache::Q8_0 => 2,
             Cache::Q4_0 => 3,
@@ -260,6 +266,7 @@ impl Cache {
             Cache::Q4_0 => "q4_0_",
             Cache::Any => "any_",
             Cache::Scaled => "scaled_",
+            Cache::Terms => "terms_",
             Cache::Latent => "latent_",
             Cache::Mla656 => "mla656_",
             Cache::Pair(keys, values) => return [keys.name(), values.name()],
@@ -269,7 +276,12 @@ impl Cache {
 
     /// Whether prefill converts keys and values on the way into products.
     pub const fn is_converted(self) -> bool {
-        !matches!(self, Cache::Elements | Cache::Scaled)
+        !matches!(self, Cache::Elements | Cache::Scaled | Cache::Terms)
+    }
+
+    /// Elements that add up to one of a key.
+    pub const fn key_terms(self) -> usize {
+        if matches!(self, Cache::Terms) { 2 } else { 1 }
     }
 
     /// Whether values are the first dims of keys.
@@ -337,7 +349,7 @@ pub struct PrefillConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
     /// Storage of keys and values: [`Cache::Elements`], [`Cache::Any`]; and with WGMMA
-    /// [`Cache::Bytes`] and [`Cache::Scaled`].
+    /// [`Cache::Bytes`], [`Cache::Scaled`] and [`Cache::Terms`].
     pub cache: Cache,
     /// Query tokens per tile.
     pub tile_rows: usize,
@@ -620,7 +632,7 @@ impl DecodeConfig {
                     ("RING_STAGES", self.wgmma_stages()),
                 ]);
             }
-            Cache::Elements | Cache::Scaled => {
+            Cache::Elements | Cache::Scaled | Cache::Terms => {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
             }
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {

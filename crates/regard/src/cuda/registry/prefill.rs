@@ -133,7 +133,8 @@ impl PrefillConfig {
         let (stages, query_slots) = if self.operands.head_dim <= 64 { (3, 2) } else { (2, 1) };
         let header = 1024;
         let queries = query_slots * self.tile_rows * key_row;
-        let pipelines = stages * self.tile_keys * (key_row + value_row);
+        let terms = self.cache.key_terms();
+        let pipelines = stages * self.tile_keys * (terms * key_row + value_row);
         let (dims, blocks) =
             (self.operands.head_dim + self.operands.value_dim, self.operands.head_dim / 32);
         // Codes of a K tile; or rows of two as they are stored, notes of them, and scales of keys;
@@ -254,6 +255,7 @@ impl PrefillConfig {
         match self.cache {
             Cache::Elements => {}
             Cache::Scaled => defines.push(("SCALES_KEYS", 1)),
+            Cache::Terms => defines.push(("KEY_TERMS", self.cache.key_terms())),
             _ => defines.push(("CACHE", self.cache.number())),
         }
         match self.mainloop {

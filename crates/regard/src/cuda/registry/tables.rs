@@ -441,6 +441,19 @@ impl Rows {
         ]
     }
 
+    /// The prefill modules of a 16-bit type for keys of two elements each, on Hopper.
+    const fn prefill_terms(&self) -> [Module; 6] {
+        let (terms, mainloop) = (Cache::Terms, sm90(KeyRange::Any));
+        [
+            self.prefill_cache(terms, Specialized, 64, tile(192, 128), mainloop),
+            self.prefill_cache(terms, Specialized, 128, tile(128, 128), mainloop).must_not_spill(),
+            self.prefill_cache(terms, Specialized, 256, tile(128, 48), mainloop),
+            self.prefill_cache(terms, Fallback, 64, tile(128, 128), mainloop),
+            self.prefill_cache(terms, Fallback, 128, tile(128, 128), mainloop),
+            self.prefill_cache(terms, Fallback, 256, tile(128, 48), mainloop),
+        ]
+    }
+
     /// The prefill modules of a 16-bit type for caches in any format, for every GPU.
     const fn prefill_any(&self) -> [Module; 4] {
         let any = Cache::Any;
@@ -558,7 +571,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 42] = [
+const LISTS: [List; 44] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -598,6 +611,8 @@ const LISTS: [List; 42] = [
     eight_bit(&BF16.prefill_bytes()),
     eight_bit(&BF16.prefill_stored()),
     eight_bit(&BF16.prefill_scaled()),
+    eight_bit(&F16.prefill_terms()),
+    eight_bit(&BF16.prefill_terms()),
     eight_bit(&F16.prefill_any()),
     eight_bit(&BF16.prefill_any()),
     eight_bit(&F32.prefill_any_f32()),

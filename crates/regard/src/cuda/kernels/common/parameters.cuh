@@ -218,12 +218,13 @@ struct AttentionParameters {
 };
 static_assert(sizeof(AttentionParameters) == 584, "as the host has it");
 
-// Scales that all keys, or all values, of a head share.
+// Scales that all keys, or all values, of a head share, in all sequences or in one.
 struct HeadScales {
-    unsigned long long pointer; // f32 [Hkv], or one for all heads; 0 if all are 1.
+    unsigned long long pointer; // f32 [Hkv], [B, Hkv], or one for all heads; 0 if all are 1.
     long long stride; // From head to head, in elements.
+    long long sequence_stride; // From sequence to sequence.
 };
-static_assert(sizeof(HeadScales) == 16, "as the host has it");
+static_assert(sizeof(HeadScales) == 24, "as the host has it");
 
 // Workspace: a scale per key and head, of keys that were widened.
 struct KeyScales {
@@ -246,19 +247,26 @@ struct PrefillParameters {
     int min_query_len; // Shorter sequences belong to the decode launch; 0 for none.
     int box_keys; // Keys per TMA box; divides both K tiles and pages.
 };
-static_assert(sizeof(PrefillParameters) == 144, "as the host has it");
+static_assert(sizeof(PrefillParameters) == 160, "as the host has it");
 
 // Widening: copies of keys and values in the type of queries, for prefill.
 struct WidenParameters {
-    KvTensor keys; // The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk].
+    KvTensor keys; // The copy of keys: [B, Lk, Hkv, Dk], or [total, Hkv, Dk]; 2 Hkv heads if each element becomes two.
     KvTensor values; // The copy of values, like that of keys.
     KeyScales each_key; // The copy of scales of keys, if prefill takes a scale for each.
+    // f32 [2, B, Hkv]: what copies of keys, and of values, are multiples of; 0 if of 1. Behind them is the same once
+    // per split of the keys: their largest magnitudes.
+    unsigned long long units;
+    unsigned long long counter; // u32, zero before and after: CTAs that have found the largest magnitude of their keys.
     int min_query_len; // Sequences of fewer query tokens are not widened.
     int key_blocks; // Blocks of keys per sequence, each for one CTA.
     int aligned; // Whether all rows start at multiples of 16 bytes.
-    int scale_values; // Whether values are multiplied by their scales, and rounded.
+    // Elements of the copy that add up to one of a key, with its scale: 2; or 1 if keys are copied as they are.
+    int key_terms;
+    int round_values; // Whether values are multiplied by their scales, and rounded.
+    int unused; // Zero.
 };
-static_assert(sizeof(WidenParameters) == 96, "as the host has it");
+static_assert(sizeof(WidenParameters) == 120, "as the host has it");
 
 // A prefix group: sequences whose rows attend to a shared prefix together.
 struct PrefixGroup {

@@ -11,6 +11,7 @@
 // Files: prefill_sm90_shape.cuh has the shapes and shared memory, prefill_sm90_loader.cuh the producer warps,
 // prefill_softmax.cuh what happens to scores, skeleton.cuh the scheduler warp and the consumers' mainloop. Caches in
 // another type than the queries': code_converter.cuh and stored_converter.cuh. Keys with a scale each: key_scales.cuh.
+// Keys that are sums of elements: KEY_TERMS of prefill_sm90_shape.cuh.
 //
 // The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 // The scale is positive, because maxima are taken before it is applied.
@@ -45,13 +46,16 @@ struct Consumer : SoftmaxWarpgroup {
 
     __device__ __forceinline__ void mma_qk() {
         SharedTile<64> queries = {base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES};
-        SharedTile<KEYS> keys = {base + KEY_OFFSET + key.index * KEY_BYTES};
         float (&sum)[KEYS / 2] = *(float (*)[KEYS / 2]) & scores;
         warpgroup_fence_operand(sum);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < KEY_STEPS; step++)
-            Wgmma<KEYS>::mma_ss(sum, queries.k_major(step), keys.k_major(step), step > 0);
+        for (int term = 0; term < KEY_TERMS; term++) {
+            SharedTile<KEYS> keys = {base + KEY_OFFSET + key.index * KEY_BYTES + term * KEY_TERM_BYTES};
+#pragma unroll
+            for (int step = 0; step < KEY_STEPS; step++)
+                Wgmma<KEYS>::mma_ss(sum, queries.k_major(step), keys.k_major(step), term > 0 || step > 0);
+        }
         hopper::wgmma_commit();
     }
 

@@ -24,7 +24,8 @@ template <bool IS_KEYS> struct Producer {
     static constexpr int STAGES_OFFSET = HAS_CODES ? CODES_OFFSET + (IS_KEYS ? 0 : KEY_CODE_BYTES)
                                          : IS_KEYS ? KEY_OFFSET
                                                    : VALUE_OFFSET;
-    static constexpr int STAGE_BYTES = KEYS * CHUNKS * ROW_BYTES;
+    static constexpr int TERMS = IS_KEYS ? KEY_TERMS : 1;
+    static constexpr int STAGE_BYTES = TERMS * KEYS * CHUNKS * ROW_BYTES;
     static constexpr int SCALE_BYTES = IS_KEYS && SCALES_KEYS ? KEY_SCALE_BYTES : 0; // beside a stage
     static constexpr int BUFFERS = HAS_CODES ? 1 : STAGES;
     const AttentionParameters &params;
@@ -38,6 +39,17 @@ template <bool IS_KEYS> struct Producer {
         return ::find_box(params, prefill, tile, key_tile, lane);
     }
 
+    // By one lane: starts the TMA loads of a box of keys.
+    __device__ __forceinline__ void load_box(unsigned to, unsigned barrier, int kv_head, int token,
+                                             int sequence) const {
+#pragma unroll 1
+        for (int term = 0; term < TERMS; term++)
+#pragma unroll 1
+            for (int c = 0; c < CHUNKS; c++)
+                hopper::tma_load(to + (term * CHUNKS + c) * KEYS * ROW_BYTES, map, barrier,
+                                 {c * 64, kv_head * TERMS + term, token, sequence});
+    }
+
     // Starts the TMA loads of a K tile.
     __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, KeyPlace box, int stage) const {
         unsigned to = base + STAGES_OFFSET + stage * STAGE_BYTES, barrier = shared_address(&full(stage));
@@ -47,24 +59,17 @@ template <bool IS_KEYS> struct Producer {
                 if constexpr (SCALE_BYTES > 0)
                     fetch_key_scales(params, prefill.each_key, tile, key_tile,
                                      base + KEY_SCALES_OFFSET + stage * SCALE_BYTES, barrier);
-#pragma unroll 1
-                for (int c = 0; c < CHUNKS; c++)
-                    hopper::tma_load(to + c * KEYS * 128, map, barrier,
-                                     {c * 64, tile.kv_head, tile.seq.kv_start + key_tile * KEYS,
-                                      params.cu_seqlens_k ? 0 : tile.sequence});
+                load_box(to, barrier, tile.kv_head, tile.seq.kv_start + key_tile * KEYS,
+                         params.cu_seqlens_k ? 0 : tile.sequence);
             }
             return;
         }
         unsigned boxes = __ballot_sync(~0u, box.token >= 0);
         if (lane == 0)
-            hopper::mbarrier_arrive_expect_tx(barrier, __popc(boxes) * prefill.box_keys * CHUNKS * ROW_BYTES);
-        if (box.token >= 0) {
-            int page = page_of(params, box.batch);
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; c++)
-                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * ROW_BYTES, map, barrier,
-                                 {c * 64, tile.kv_head, box.token, page});
-        }
+            hopper::mbarrier_arrive_expect_tx(barrier, __popc(boxes) * prefill.box_keys * TERMS * CHUNKS * ROW_BYTES);
+        if (box.token >= 0)
+            load_box(to + lane * prefill.box_keys * ROW_BYTES, barrier, tile.kv_head, box.token,
+                     page_of(params, box.batch));
     }
 
     // The mbarriers of a buffer, and the flags that go with its keys.

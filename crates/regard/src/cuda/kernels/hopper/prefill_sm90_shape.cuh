@@ -1,8 +1,9 @@
 // Shapes and shared memory of Hopper prefill (prefill_sm90.cu), and the mbarriers between its warps.
 //
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES (rows of
-// `prefill_sm90` in cuda/registry/tables.rs), CACHE (common/cache_class.cuh): Elements, Bytes or Any, and SCALES_KEYS:
-// whether a scale of each key lies beside elements (key_scales.cuh).
+// `prefill_sm90` in cuda/registry/tables.rs), CACHE (common/cache_class.cuh): Elements, Bytes or Any; SCALES_KEYS:
+// whether a scale of each key lies beside elements (key_scales.cuh); and KEY_TERMS: how many elements are added up for
+// each of a key. With two, one is rounded and the other is what rounding took; they are heads 2 h and 2 h + 1.
 #pragma once
 #include "common/cache_class.cuh"
 #include "hopper/code_converter.cuh"
@@ -13,18 +14,23 @@
 #ifndef SCALES_KEYS
 #define SCALES_KEYS 0
 #endif
+#ifndef KEY_TERMS
+#define KEY_TERMS 1
+#endif
 
 // A converter warpgroup turns keys and values into 16-bit tiles: 8-bit codes with one scale per head, which TMA brings
 // (code_converter.cuh); or rows of any formats, as they are in memory (stored_converter.cuh).
 constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes, IS_STORED = CACHE_CLASS == CacheClass::Any;
 static_assert(HAS_CODES || IS_STORED || CACHE_CLASS == CacheClass::Elements, "other classes are for decode");
 static_assert(!SCALES_KEYS || CACHE_CLASS == CacheClass::Elements, "other classes have scales of their own");
+static_assert(KEY_TERMS == 1 || CACHE_CLASS == CacheClass::Elements, "other classes are converted from one element");
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS, CONVERTERS = HAS_CODES || IS_STORED; // warpgroups
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // pipeline stages of keys, and of values
 constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are resident
 constexpr int KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_CHUNKS = (VALUE_DIM + 63) / 64;  // of 64 dims, 128 bytes
 constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS * 128; // per warpgroup
-constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
+constexpr int KEY_TERM_BYTES = KEYS * KEY_CHUNKS * 128, KEY_BYTES = KEY_TERMS * KEY_TERM_BYTES;
+constexpr int VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 // Registers per thread: what the producers need, and what that leaves for the consumers.
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 && !CONVERTERS ? 40 : 32, CONVERTER_REGISTERS = 64;

@@ -44,7 +44,7 @@ struct RecordScores : RecordWeights {
         convert_queries();
         int thread = threadIdx.x % 128;
         if (group() == 0 && thread < ROWS) exchange.reference[thread] = NO_REFERENCE;
-        if (group() == 0) begin_units(thread);
+        if (HAS_VALUE_UNITS && group() == 0) begin_units(thread);
         synchronize_all();
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) row_sum[c] = 0.0f, followed[c] = NO_REFERENCE;

@@ -62,8 +62,9 @@ static __device__ __forceinline__ void find_key_ranges(const AttentionParameters
 }
 
 // 1 if there are none.
-static __device__ __forceinline__ float head_scale(const HeadScales &scales, int kv_head) {
-    return scales.pointer ? ((const float *)scales.pointer)[kv_head * scales.stride] : 1.0f;
+static __device__ __forceinline__ float head_scale(const HeadScales &scales, const PrefillTile &tile) {
+    long long at = tile.sequence * scales.sequence_stride + tile.kv_head * scales.stride;
+    return scales.pointer ? ((const float *)scales.pointer)[at] : 1.0f;
 }
 
 // The scales of a tile's head.
@@ -71,10 +72,10 @@ static __device__ __forceinline__ void find_scales(const AttentionParameters &pa
                                                    PrefillTile &tile) {
     // Neither 0, nor infinite in units of log2: their products with infinity and with 0 are NaN.
     constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 1.7e38f;
-    float scale = params.scale * head_scale(prefill.key_scales, tile.kv_head);
+    float scale = params.scale * head_scale(prefill.key_scales, tile);
     if (prefill.key_scales.pointer) scale = copysignf(fminf(fmaxf(fabsf(scale), SMALLEST), LARGEST), params.scale);
     tile.scale = scale;
-    tile.value_scale = head_scale(prefill.value_scales, tile.kv_head);
+    tile.value_scale = head_scale(prefill.value_scales, tile);
 }
 
 // Looks up tile `number` for the whole warp; find_scales finds its scales. False if there is none, nor any after it.
