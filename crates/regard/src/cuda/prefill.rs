@@ -268,7 +268,7 @@ fn find_specialized(
 }
 
 /// Whether WGMMA kernels take the problem's types: 16-bit operands, and outputs of their type.
-fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
+pub(super) fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
     facts.compute_capability == 90
         && problem.dtype != DType::F32
         && problem.out_dtype == problem.dtype

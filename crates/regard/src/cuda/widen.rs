@@ -230,12 +230,10 @@ impl Widened {
     }
 }
 
-/// Whether keys and values can be copied, into a type of 16 bits, and are not all stored in it.
+/// Whether keys and values that prefill takes can be copied, into a type of 16 bits, and are not
+/// all stored in it.
 fn is_copied(problem: &Problem) -> bool {
-    matches!(problem.dtype, DType::F16 | DType::BF16)
-        && problem.rotary_dim == 0
-        && !problem.key_dtype.is_latent_row()
-        && !prefill::has_elements(problem)
+    problem.dtype != DType::F32 && !prefill::has_elements(problem)
 }
 
 /// Rows that read a copied key, on average, if all sequences are as long as the longest. (The short
@@ -262,7 +260,7 @@ fn min_rows(problem: &Problem, kernel: &PrefillKernel, facts: &CudaFacts) -> usi
         (true, Cache::Bytes) if problem.head_dim > 128 => ROWS_BESIDE_CODES_WIDE,
         (true, Cache::Bytes) => ROWS_BESIDE_CODES,
         (true, _) => ROWS_BESIDE_STORED,
-        (false, _) if facts.compute_capability == 90 => ROWS_BESIDE_SM80_ON_HOPPER,
+        (false, _) if prefill::has_wgmma(problem, facts) => ROWS_BESIDE_SM80_ON_HOPPER,
         (false, _) => ROWS_BESIDE_SM80,
     }
 }

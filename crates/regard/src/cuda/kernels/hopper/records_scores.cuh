@@ -55,7 +55,7 @@ struct RecordScores : RecordWeights {
         hopper::named_barrier_sync(ALL_SCORES_BARRIER, 128 * SCORE_WARPGROUPS);
     }
 
-    // Waits until references and units are those of the K tile before.
+    // Waits for the references and units of the previous K tile.
     __device__ __forceinline__ void take_turn() const {
         if constexpr (SCORE_WARPGROUPS > 1) hopper::named_barrier_sync(TURN_BARRIER + group(), 128 * SCORE_WARPGROUPS);
     }

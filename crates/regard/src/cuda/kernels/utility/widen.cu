@@ -15,7 +15,7 @@
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int KEYS_PER_WARP = 4, BLOCK_KEYS = WARPS * KEYS_PER_WARP;
 constexpr int CHUNK = 8;           // dims that a thread takes at a time: 16 bytes of the copy
-constexpr int UNIT_THREADS = 1024; // 32 warps, so that a warp has an element of each
+constexpr int UNIT_THREADS = 1024; // 32 warps, because one warp reduces their results
 
 // The rows of a sequence, for common/paging.cuh.
 struct Rows {
