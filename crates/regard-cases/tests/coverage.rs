@@ -166,6 +166,8 @@ fn fallback_modules_accept_everything() {
             Feature::OnePool | Feature::KeyPrefix => is_of_pair(name),
             // Keys in two parts are decoded by modules for caches in any format.
             Feature::TwoParts => name.starts_with("prefill") || !name.contains("_any_"),
+            // Copies are read by other modules.
+            Feature::HeadParts => true,
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,

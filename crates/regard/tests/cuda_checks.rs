@@ -146,3 +146,24 @@ fn the_parts_of_many_rows_are_combined_by_a_kernel_of_their_own() {
         None
     );
 }
+
+#[test]
+fn a_plan_for_more_keys_copies_in_as_few_parts_as_the_keys_of_a_run_need() {
+    let h200 = "h200".parse::<Machine>().unwrap();
+    let call = |keys: usize| {
+        let scales = Some(tensor(8, DType::F32, &[1, 1, 8]));
+        let attention = Attention { k_scales: scales, v_scales: scales, ..Attention::causal() };
+        let cache = |place| tensor(place, DType::E4M3, &[1, keys, 8, 128]);
+        let q = tensor(1, DType::BF16, &[1, 2048, 32, 128]);
+        let outputs = Outputs { out: output(4, DType::BF16, q.shape()), lse: None };
+        (Inputs::new(q, cache(2), cache(3), attention), outputs)
+    };
+    let (inputs, outputs) = call(600_000);
+    let plan = Plan::new(&Problem::from_operands(&inputs, &outputs).unwrap(), &h200).unwrap();
+    for (keys, parts) in [(600_000, 3), (300_000, 2), (100_000, 1)] {
+        let (inputs, outputs) = call(keys);
+        let queued = cuda::launches(&plan, &inputs, &outputs).unwrap();
+        let entries: Vec<_> = queued.iter().map(|launch| launch.entry).collect();
+        assert_eq!(entries, ["widen", "prefill"].repeat(parts), "{keys} keys");
+    }
+}

@@ -1,7 +1,7 @@
 //! The CUDA modules: the shipped modules, and the modules that a run launches.
 
 use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
-use crate::cuda::with_multiprocessors;
+use crate::cuda::{with_l2_bytes, with_multiprocessors};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
 use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module, Storage};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
@@ -155,8 +155,13 @@ const PREFILL: [[usize; 5]; 12] = [
     [70, 1, 1, 1100, 3],
 ];
 
-/// Shapes whose rows per key are enough for a copy that has more of each key, with a window too.
-const COPIED: [[usize; 5]; 3] = [[160, 8, 1, 190, 3], [50, 32, 1, 330, 1], [70, 20, 1, 1100, 1]];
+/// Shapes whose rows per key are enough for a copy that has more of each key, with a window too;
+/// the last for a copy in parts.
+const COPIED: [[usize; 5]; 4] =
+    [[160, 8, 1, 190, 3], [50, 32, 1, 330, 1], [70, 20, 1, 1100, 1], [150, 8, 4, 200, 2]];
+
+/// L2 bytes per head dim of a GPU that makes copies of so few keys in parts.
+const SMALL_L2: usize = 240;
 
 /// Shapes that the prefill kernel for short windows takes: four heads and more per key/value head,
 /// in part of an item and in several.
@@ -209,6 +214,12 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Some(count) => with_multiprocessors(machine, count),
         None => machine,
     };
+    let mut machines: Vec<_> = machines.iter().filter(runs_on).cloned().map(suited).collect();
+    if matches!(module.cache(), Cache::Scaled | Cache::Terms) {
+        let of_parts = |machine: &Machine| with_l2_bytes(machine.clone(), SMALL_L2 * head_dim);
+        let of_parts = machines.first().map(of_parts);
+        machines.extend(of_parts);
+    }
     Some(Subject {
         name: module.name().into(),
         types: types(module, operands.element),
@@ -222,7 +233,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         dims,
         shapes,
         page_keys,
-        machines: machines.iter().filter(runs_on).cloned().map(suited).collect(),
+        machines,
     })
 }
 
@@ -446,6 +457,9 @@ pub fn used(
         "prefill" | "mask_map" | "widen" | "widen_rounded" | "widen_units" => prefills,
         _ => decodes,
     };
+    if queued.clone().filter(|(_, entry)| *entry == "prefill").count() > 1 {
+        of_run = of_run.with(Feature::HeadParts);
+    }
     let combines = queued.clone().any(|(_, entry)| entry == "combine");
     let named =
         queued.filter(|(_, entry)| *entry != "combine" && busy(entry)).map(|(module, entry)| {

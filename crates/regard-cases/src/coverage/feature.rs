@@ -94,6 +94,7 @@ features! {
     ManyKeys "many-keys" "Keys enough for several tiles, which decode shares among thread blocks.";
     Beside "prefill-beside-decode" "Long sequences and short ones in one run.";
     Combine "combine" "Parts of tiles are combined by a kernel of their own.";
+    HeadParts "head-parts" "Some heads' keys and values are copied and read before the next ones'.";
 }
 
 impl fmt::Display for Feature {
@@ -175,8 +176,8 @@ impl fmt::Display for Features {
     }
 }
 
-/// The features that a description has by itself. Exact head dims, [`Feature::Beside`] and
-/// [`Feature::Combine`] depend on the kernel that runs it.
+/// The features that a description has by itself. Exact head dims, [`Feature::Beside`],
+/// [`Feature::Combine`] and [`Feature::HeadParts`] depend on the kernel that runs it.
 pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
     let MaxLens { queries, keys } = spec.max_lens();
@@ -251,7 +252,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         SeveralTokens => queries > 1,
         GroupedHeads => spec.query_heads > spec.kv_heads,
         ManyKeys => keys >= MANY_KEYS,
-        ExactDims | PaddedDims | Beside | Combine => false,
+        ExactDims | PaddedDims | Beside | Combine | HeadParts => false,
     };
     Feature::ALL
         .into_iter()
@@ -326,7 +327,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         }
         // Features of the base, of the kernel that runs it, or of the outputs.
         ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Combine
-        | Lse => false,
+        | HeadParts | Lse => false,
     };
     possible.then_some(spec)
 }

@@ -401,6 +401,13 @@ fn is_of_run(feature: Feature) -> bool {
     use Feature::*;
     matches!(
         feature,
-        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Combine
+        ExactDims
+            | PaddedDims
+            | SeveralTokens
+            | GroupedHeads
+            | ManyKeys
+            | Beside
+            | Combine
+            | HeadParts
     )
 }

@@ -186,10 +186,12 @@ impl random::Device for Runner {
         let planned = |gpu: &Gpu, inputs: &Inputs<_>, outputs: &Outputs<_>| {
             let here = gpu.machine().clone();
             // Fewer multiprocessors: more work for each. An even number, for clusters of two CTAs.
-            let machine = match how.plan % 4 {
+            // A smaller L2 cache: copies in parts.
+            let machine = match how.plan % 5 {
                 0 | 1 => here,
                 2 => with_multiprocessors(here, 2),
-                _ => with_multiprocessors(here, 4),
+                3 => with_multiprocessors(here, 4),
+                _ => with_l2_bytes(here, 16 << 10),
             };
             Plan::new(&Problem::from_operands(inputs, outputs)?, &machine)
         };
@@ -205,6 +207,14 @@ impl random::Device for Runner {
 pub(crate) fn with_multiprocessors(mut machine: Machine, multiprocessors: usize) -> Machine {
     if let Device::Cuda(facts) = &mut machine.device {
         facts.multiprocessors = multiprocessors;
+    }
+    machine
+}
+
+/// The machine, if its GPU had an L2 cache of that many bytes.
+pub(crate) fn with_l2_bytes(mut machine: Machine, l2_bytes: usize) -> Machine {
+    if let Device::Cuda(facts) = &mut machine.device {
+        facts.l2_bytes = l2_bytes;
     }
     machine
 }

@@ -121,13 +121,12 @@ pub(super) fn cache_of(problem: &Problem) -> Cache {
         _ if problem.key_lists.is_some() => Cache::Any,
         // Codes are multiplied in f16, which is not enough for f32.
         _ if problem.dtype == DType::F32 => Cache::Any,
-        (DType::Q8_0, DType::Q8_0) if largest_dim <= 256 => Cache::Q8_0,
-        (DType::Q4_0, DType::Q4_0) if largest_dim <= 256 => Cache::Q4_0,
-        _ if keys.is_code() && values.is_code() && largest_dim <= 512 => Cache::Bytes,
+        _ if largest_dim > 512 => Cache::Any,
+        (DType::Q8_0, DType::Q8_0) => Cache::Q8_0,
+        (DType::Q4_0, DType::Q4_0) => Cache::Q4_0,
+        _ if keys.is_code() && values.is_code() => Cache::Bytes,
         _ => match storage_of(problem, keys).zip(storage_of(problem, values)) {
-            Some(pair) if largest_dim <= 256 && Cache::PAIRS.contains(&pair) => {
-                Cache::Pair(pair.0, pair.1)
-            }
+            Some(pair) if Cache::PAIRS.contains(&pair) => Cache::Pair(pair.0, pair.1),
             _ => Cache::Any,
         },
     }

@@ -561,7 +561,7 @@ impl Run<'_> {
     unsafe fn queue(&self, prepared: Prepared) -> Result<(), Error> {
         let scheduled = prepared.schedule;
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
-        if let Some(call) = launch::choose_prefill(problem, launches, inputs, outputs, workspace) {
+        for call in launch::choose_prefill(problem, launches, inputs, outputs, workspace) {
             // SAFETY: passed on.
             unsafe { self.prefill(&call, prepared.tile_map)? };
         }
@@ -590,8 +590,8 @@ impl Run<'_> {
     /// Queues the launches that make the tile maps of the mask, one for each kernel's tiles.
     unsafe fn map_mask(&self) -> Result<(), Error> {
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
-        let call = launch::choose_prefill(problem, launches, inputs, outputs, workspace);
-        let Some(call) = call else { return Ok(()) };
+        let calls = launch::choose_prefill(problem, launches, inputs, outputs, workspace);
+        let Some(call) = calls.first() else { return Ok(()) };
         let prefill = call.plan;
         let map = |kernel| mask_map::tile_map(prefill, kernel, problem, inputs);
         let specialized = map(&prefill.specialized);

@@ -1,5 +1,6 @@
 //! The launches of a plan with operands: which module runs, its grid and its parameters.
 
+use super::heads::HeadCall;
 use super::lists::{kv_tensor, list_parameters};
 use super::mask_map;
 use super::operands::{
@@ -10,7 +11,9 @@ use super::registry::{Cache, Storage};
 use super::schedule::Schedule;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::widen::{Copies, WidenCall};
-use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, prefill, work};
+use super::{
+    Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, Widened, prefill, work,
+};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::count;
@@ -111,7 +114,7 @@ pub fn launches(
     if problem.rows() == 0 {
         return Ok(queued);
     }
-    if let Some(call) = choose_prefill(&problem, launches, inputs, outputs, 0) {
+    for call in choose_prefill(&problem, launches, inputs, outputs, 0) {
         queued.extend(call.widen.iter().flat_map(WidenCall::launches));
         let map = call.tile_map.zip(call.plan.map);
         queued.extend(map.map(|(map, space)| mask_map::map_launch(&map, &space.launch)));
@@ -166,8 +169,9 @@ pub fn tile_map(
     if problem.rows() == 0 {
         return Ok(None);
     }
-    let call = choose_prefill(&problem, launches, inputs, outputs, 0);
-    Ok(call.and_then(|call| call.tile_map))
+    // With a mask, all heads are one call.
+    let calls = choose_prefill(&problem, launches, inputs, outputs, 0);
+    Ok(calls.first().and_then(|call| call.tile_map))
 }
 
 /// Loads that keys and values allow to a decode kernel's module.
@@ -339,30 +343,41 @@ pub(super) fn decode_call(
     DecodeCall { module, ctas: schedule.ctas, parameters, cache, rest, lists, combine }
 }
 
-/// The prefill call of a plan for these operands: over a copy of keys and values, if there is one
-/// for their scales; else over the cache. `None` if all sequences run in decode.
+/// The prefill calls of a plan for these operands, in order: over copies of keys and values, of
+/// some heads each, if there is one for their scales; else one over the cache. None if all
+/// sequences run in decode.
 pub(super) fn choose_prefill<'a>(
     problem: &Problem,
     launches: &'a Launches,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
-) -> Option<PrefillCall<'a>> {
-    let prefill = launches.prefill.as_ref()?;
+) -> Vec<PrefillCall<'a>> {
+    let Some(prefill) = &launches.prefill else { return Vec::new() };
     let on_copies = launches.widened.as_ref().and_then(|widened| {
-        let copies = widened.copies(problem, inputs, outputs, workspace)?;
-        let Copies { prefill, problem, inputs, key_scales, value_scales, call } = copies;
-        let each_key = call.parameters.each_key;
-        let prefill = prefill_call(&problem, prefill, &inputs, outputs, workspace);
-        // The kernels that take a scale or two elements per key have no other beside them.
-        if prefill.kernel.tensor_maps && prefill.maps.is_none() {
-            return None;
-        }
-        let parameters =
-            PrefillParameters { key_scales, value_scales, each_key, ..prefill.parameters };
-        Some(PrefillCall { widen: Some(call), parameters, ..prefill })
+        let part = |heads| HeadCall::new(problem, inputs, outputs, &heads);
+        let parts = widened.parts(problem, inputs)?.map(part);
+        parts.map(|part| call_on_copies(widened, &part, workspace)).collect()
     });
-    Some(on_copies.unwrap_or_else(|| prefill_call(problem, prefill, inputs, outputs, workspace)))
+    on_copies.unwrap_or_else(|| vec![prefill_call(problem, prefill, inputs, outputs, workspace)])
+}
+
+/// The prefill call for some heads, over copies of their keys and values.
+fn call_on_copies<'a>(
+    widened: &'a Widened,
+    part: &HeadCall,
+    workspace: u64,
+) -> Option<PrefillCall<'a>> {
+    let copies = widened.copies(part, workspace)?;
+    let Copies { prefill, problem, inputs, key_scales, value_scales, call } = copies;
+    let each_key = call.parameters.each_key;
+    let prefill = prefill_call(&problem, prefill, &inputs, &part.outputs, workspace);
+    // The kernels that take a scale or two elements per key have no other beside them.
+    if prefill.kernel.tensor_maps && prefill.maps.is_none() {
+        return None;
+    }
+    let parameters = PrefillParameters { key_scales, value_scales, each_key, ..prefill.parameters };
+    Some(PrefillCall { widen: Some(call), parameters, ..prefill })
 }
 
 /// The prefill call for these operands.

@@ -14,6 +14,8 @@ mod decode_wgmma;
 mod driver;
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod heads;
 mod latent;
 #[cfg(feature = "cuda")]
 mod launch;
@@ -215,6 +217,8 @@ pub struct Prefill {
 #[doc(hidden)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Widened {
+    /// Key/value heads that are copied at a time; prefill attends to these before the next.
+    pub heads_at_once: usize,
     /// The launch that makes the copies: a CTA per block of keys, and of values.
     pub rounded: Launch,
     /// The same if no copy is rounded, where that can be.

@@ -117,13 +117,15 @@ pub(super) fn find_extended(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<PrefillKernel> {
-    let find = |build| {
-        let element = Element::from_dtype(problem.dtype);
-        find_kind(Family::PrefillSm90, Kind { build, cache, element }, problem, facts)
+    let element = Element::from_dtype(problem.dtype);
+    let find = |family| {
+        let find = |build| find_kind(family, Kind { build, cache, element }, problem, facts);
+        let is_plain = takes_plain(family, problem);
+        let plain = find(Build::Specialized).filter(|kernel| is_plain && kernel.exact_dims);
+        plain.or_else(|| find(Build::Fallback))
     };
-    let plain =
-        || find(Build::Specialized).filter(|kernel| has_plain_scores(problem) && kernel.exact_dims);
-    has_wgmma(problem, facts).then(|| plain().or_else(|| find(Build::Fallback))).flatten()
+    let families = || [Family::PrefillSm90, Family::PrefillSm90Wide].into_iter();
+    has_wgmma(problem, facts).then(|| families().find_map(find)).flatten()
 }
 
 /// Whether keys or values of this type are exact in the type of queries; codes without their
@@ -285,15 +287,19 @@ fn find_window(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     (seen <= PrefillConfig::WINDOW_BLOCKS && problem.group() >= MIN_WINDOW_GROUP).then_some(kernel)
 }
 
-/// The specialized module of a family for a problem with plain scores and even ranges, the
-/// module's exact head dims and outputs of the operands' type. The scores of the one above head
-/// dim 256 are not exact enough for a log-sum-exp.
+/// The specialized module of a family for a problem that it takes, of the module's exact head dims.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let plain = has_plain_scores(problem)
-        && problem.out_dtype == problem.dtype
-        && !(family == Family::PrefillSm90Wide && problem.lse);
     find_module(family, Build::Specialized, problem, facts)
-        .filter(|kernel| plain && kernel.exact_dims)
+        .filter(|kernel| takes_plain(family, problem) && kernel.exact_dims)
+}
+
+/// Whether the specialized modules of a family take a problem, but for its dims: with plain scores
+/// and even ranges, and outputs of the operands' type. The scores of those above head dim 256 are
+/// not exact enough for a log-sum-exp.
+fn takes_plain(family: Family, problem: &Problem) -> bool {
+    has_plain_scores(problem)
+        && problem.out_dtype == problem.dtype
+        && !(family == Family::PrefillSm90Wide && problem.lse)
 }
 
 /// The module of a family and build with the smallest head dims that the problem fits into, if this

@@ -20,18 +20,21 @@ use crate::variant::Values;
 #[cfg(feature = "cuda")]
 use {
     super::DeviceMemory,
+    super::heads::HeadCall,
     super::lists::kv_tensor,
     super::operands::{attention, cache_parameters, head_scales, is_per_head, reads_16_bytes},
     crate::kernel_parameters::count,
     crate::params::{AttentionParameters, CacheParameters, HeadScales, KeyScales, WidenParameters},
-    crate::problem::{Inputs, Outputs},
+    crate::problem::Inputs,
     crate::tensor::{Tensor, raw_dims},
     crate::variant::Attention,
+    std::ops::Range,
 };
 
-/// The largest copy of keys and values: those of 262144 tokens of 8 heads at head dim 128, or of
-/// two thirds of these tokens if keys become two elements.
-const MAX_COPY_BYTES: usize = 1 << 30;
+/// The largest copy of keys and values, in L2 caches: 1000 MiB on an H200, which is 256,000 tokens
+/// of 8 heads at head dim 128, or two thirds of these if keys become two elements. Of more, some
+/// heads are copied and read at a time. Parts of half that size cost no time yet.
+const MAX_COPY_CACHES: usize = 20;
 
 /// Alignment of the copies in the workspace, in bytes: of a line of memory.
 const COPY_ALIGNMENT: usize = 128;
@@ -95,15 +98,40 @@ fn copy_bytes(problem: &Problem, tokens: usize, terms: usize) -> [usize; 2] {
     [bytes(terms * problem.kv_heads, problem.head_dim), bytes(problem.kv_heads, problem.value_dim)]
 }
 
-/// Whether the copies of all tokens are small enough.
-fn fits(problem: &Problem, terms: usize) -> bool {
-    let [keys, values] = copy_bytes(problem, planned_tokens(problem), terms);
-    keys.saturating_add(values) <= MAX_COPY_BYTES
+/// The problem of some of the heads.
+fn with_heads(problem: &Problem, kv_heads: usize) -> Problem {
+    Problem { kv_heads, query_heads: kv_heads * problem.group(), ..problem.clone() }
+}
+
+/// Heads whose copies are small enough together: about as many each time, if not all of them.
+/// `None` if those of one head are too large, or all are needed.
+fn heads_at_once(problem: &Problem, terms: usize, facts: &CudaFacts) -> Option<usize> {
+    let head = copy_bytes(&with_heads(problem, 1), planned_tokens(problem), terms);
+    let bytes = head.into_iter().fold(0, usize::saturating_add);
+    equal_parts(problem, facts.l2_bytes.saturating_mul(MAX_COPY_CACHES) / bytes.max(1))
+}
+
+/// Heads of each part, if that may have `most` of them.
+fn equal_parts(problem: &Problem, most: usize) -> Option<usize> {
+    let heads = problem.kv_heads;
+    // The tile map of a mask is of all heads.
+    let min = if problem.variant.mask.is_some() { heads } else { heads.min(1) };
+    (most >= min).then(|| heads.div_ceil(heads.div_ceil(most.max(1)).max(1)))
 }
 
 /// Elements from head to head of the scales of keys: prefill reads whole K tiles.
 fn scale_stride(problem: &Problem) -> usize {
     problem.kv_len.saturating_add(MAX_TILE_KEYS).next_multiple_of(4)
+}
+
+/// Bytes of the scales of keys, if each has its own.
+fn scale_bytes(problem: &Problem) -> Option<usize> {
+    problem.batch.checked_mul(problem.kv_heads)?.checked_mul(4 * scale_stride(problem))
+}
+
+/// Bytes of the units of each sequence and head, and of what is found of them in parts.
+fn unit_bytes(problem: &Problem, splits: usize) -> Option<usize> {
+    problem.batch.checked_mul(problem.kv_heads)?.checked_mul(4 * UNITS * (1 + splits))
 }
 
 /// Prefill over a copy, if that is faster than the kernels that read the cache; the copies and the
@@ -115,29 +143,32 @@ pub(super) fn select(
     max_decode_len: usize,
     start: usize,
 ) -> Option<Widened> {
-    if !is_copied(problem) || !fits(problem, 1) {
+    if !is_copied(problem) {
         return None;
     }
     let rows = rows_per_key(problem);
-    let on_copy = widened(problem);
     let takes_shared = prefill::is_exact(problem, problem.key_dtype)
         && rows >= min_rows(problem, &beside.specialized, facts);
-    let extended = find_extended(problem, &on_copy, facts)
-        .filter(|kernel| fits(problem, kernel.cache.key_terms()))
+    let extended = find_extended(problem, facts)
+        .filter(|kernel| heads_at_once(problem, kernel.cache.key_terms(), facts).is_some())
         .filter(|kernel| rows >= min_rows_extended(problem, kernel.cache, beside));
     if !takes_shared && extended.is_none() {
         return None;
     }
     let terms = extended.map_or(1, |kernel| kernel.cache.key_terms());
+    // From here on those of one part.
+    let heads_at_once = heads_at_once(problem, terms, facts)?;
+    let problem = &with_heads(problem, heads_at_once);
+    let on_copy = widened(problem);
     let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem), terms);
     let heads = problem.batch.checked_mul(problem.kv_heads)?;
     let scale_bytes = match extended.map(|kernel| kernel.cache) {
-        Some(Cache::Scaled) => heads.checked_mul(4 * scale_stride(problem))?,
+        Some(Cache::Scaled) => scale_bytes(problem)?,
         _ => 0,
     };
     let has_units = problem.dtype == DType::F16;
     let splits = unit_splits(problem, facts);
-    let unit_bytes = if has_units { heads.checked_mul(4 * UNITS * (1 + splits))? } else { 0 };
+    let unit_bytes = if has_units { unit_bytes(problem, splits)? } else { 0 };
     let behind =
         |at: usize, bytes: usize| at.checked_add(bytes)?.checked_next_multiple_of(COPY_ALIGNMENT);
     let keys_at = behind(start, 0)?;
@@ -175,6 +206,7 @@ pub(super) fn select(
     let can_be_exact = is_exact(problem.key_dtype) && is_exact(problem.value_dtype);
     let exact = can_be_exact.then_some(Launch { entry: "widen", ..rounded });
     Some(Widened {
+        heads_at_once,
         rounded,
         exact,
         units,
@@ -198,16 +230,18 @@ fn unit_splits(problem: &Problem, facts: &CudaFacts) -> usize {
 /// Hopper's kernel that takes more of a key than an element of the copy, if keys may need it: a
 /// scale for each key, or two elements for one. Keys of 8-bit codes need neither if heads share
 /// their scales.
-fn find_extended(problem: &Problem, on_copy: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+fn find_extended(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let stored = problem.key_dtype;
     let in_bf16 = problem.dtype == DType::BF16;
-    let cache = match problem.key_dtype {
-        stored if stored == problem.dtype => return None,
-        stored if stored.is_code() && in_bf16 => Cache::Scaled,
-        // Two elements have 16 bits of these, which are too few for a log-sum-exp.
-        DType::Q8_0 | DType::F32 if in_bf16 && problem.lse => return None,
-        _ => Cache::Terms,
-    };
-    prefill::find_extended(cache, on_copy, facts)
+    let find = |cache| prefill::find_extended(cache, &widened(problem), facts);
+    if stored == problem.dtype {
+        return None;
+    }
+    // Two elements of bf16 have 16 bits, which are too few for the log-sum-exp of some formats.
+    let has_few_bits = matches!(stored, DType::Q4_0 | DType::F16);
+    let in_terms = || (!in_bf16 || !problem.lse || has_few_bits).then(|| find(Cache::Terms));
+    let scaled = (stored.is_code() && in_bf16).then(|| find(Cache::Scaled)).flatten();
+    scaled.or_else(|| in_terms().flatten())
 }
 
 impl Prefill {
@@ -313,30 +347,47 @@ pub(super) struct Copies<'a, 'p> {
 
 #[cfg(feature = "cuda")]
 impl Widened {
-    /// The copies of these operands in a workspace at that address; `None` if no kernel takes their
-    /// scales, or the copies would be larger than planned.
-    pub(super) fn copies<'a, 'p>(
-        &'p self,
+    /// Heads of these operands whose copies the workspace has room for together; `None` if it has
+    /// too little, or no kernel takes the operands' scales.
+    pub(super) fn parts(
+        &self,
         problem: &Problem,
-        inputs: &Inputs<'a, DeviceMemory>,
-        outputs: &Outputs<DeviceMemory>,
-        workspace: u64,
-    ) -> Option<Copies<'a, 'p>> {
-        let tokens = match problem.keys {
-            KvStorage::Ragged => inputs.k.shape()[0],
-            KvStorage::Batched | KvStorage::Paged { .. } => planned_tokens(problem),
-        };
+        inputs: &Inputs<DeviceMemory>,
+    ) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
         if problem.kv_len == 0 || inputs.k.is_empty() {
             return None;
         }
         let reader = self.reader(problem, inputs)?;
+        let head = with_heads(problem, 1);
+        let [keys, values] =
+            copy_bytes(&head, copied_tokens(problem, inputs), reader.cache().key_terms());
+        let scales = match reader.cache() {
+            Cache::Scaled => scale_bytes(&head)?,
+            _ => 0,
+        };
+        let units = self
+            .units
+            .map_or(0, |units| unit_bytes(&head, units.grid[1] as usize).unwrap_or(usize::MAX));
+        let room = [self.keys_at, self.values_at, self.scales_at, self.units_at, self.end];
+        let fitting = [keys, values, scales, units].into_iter().zip(room.windows(2));
+        let most = fitting
+            .filter(|(bytes, _)| *bytes > 0)
+            .map(|(bytes, room)| (room[1] - room[0]) / bytes);
+        let heads = problem.kv_heads;
+        let at_once = equal_parts(problem, most.min()?)?;
+        Some((0..heads).step_by(at_once.max(1)).map(move |first| first..heads.min(first + at_once)))
+    }
+
+    /// The copies of the operands of one of these parts, in a workspace at that address; `None` if
+    /// no kernel takes their scales.
+    pub(super) fn copies<'a, 'p>(
+        &'p self,
+        HeadCall { problem, inputs, outputs }: &HeadCall<'a>,
+        workspace: u64,
+    ) -> Option<Copies<'a, 'p>> {
+        let tokens = copied_tokens(problem, inputs);
+        let reader = self.reader(problem, inputs)?;
         let (prefill, terms) = (reader.prefill, reader.cache().key_terms());
-        let [key_bytes, value_bytes] = copy_bytes(problem, tokens, terms);
-        let fits = self.keys_at.saturating_add(key_bytes) <= self.values_at
-            && self.values_at.saturating_add(value_bytes) <= self.scales_at;
-        if !fits {
-            return None;
-        }
         let copy = |at: usize, heads: usize, dim: usize| {
             copy_of(problem, tokens, workspace + at as u64, heads, dim)
         };
@@ -459,6 +510,15 @@ impl Reader<'_> {
             false => of_units(1),
         };
         Scales { key_scales, value_scales, each_key }
+    }
+}
+
+/// Tokens of a copy of these operands.
+#[cfg(feature = "cuda")]
+fn copied_tokens(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> usize {
+    match problem.keys {
+        KvStorage::Ragged => inputs.k.shape()[0],
+        KvStorage::Batched | KvStorage::Paged { .. } => planned_tokens(problem),
     }
 }
 
@@ -585,9 +645,6 @@ mod tests {
             assert!(with_lse(DType::BF16, keys).is_none());
             assert!(with_lse(DType::F16, keys).is_some());
         }
-        // The copy of these keys would be too large.
-        let long = Problem { batch: 1, kv_len: 200_000, ..over(DType::F16, DType::I8, DType::I8) };
-        assert!(module(&long).is_some() && extended_module(&long).is_none());
     }
 
     #[test]
@@ -647,8 +704,26 @@ mod tests {
             [COUNTER_BYTES, COUNTER_BYTES + side, scales_at, scales_at + scales]
         );
         assert_eq!(planned.workspace_bytes, copies.end);
-        let of_bytes = |kv_len| module(&Problem { batch: 1, kv_len, ..base() });
-        assert!(of_bytes(262_144).is_some() && of_bytes(262_145).is_none());
-        assert!(module(&Problem { batch: usize::MAX / 8, kv_len: 1 << 30, ..base() }).is_none());
+    }
+
+    #[test]
+    fn large_copies_are_made_in_parts() {
+        let over = |kv_len| Problem { batch: 1, kv_len, ..base() };
+        let heads = |problem: &Problem| Some(launches(problem, "h200").widened?.heads_at_once);
+        assert_eq!(
+            [256_000, 256_001, 600_000].map(|len| heads(&over(len))),
+            [Some(8), Some(4), Some(3)]
+        );
+        let halves = launches(&over(300_000), "h200");
+        assert!(halves.workspace_bytes < 4 * 300_000 * 130 * 4);
+        let blocks = |kv_len| Problem { key_dtype: DType::Q8_0, ..over(kv_len) };
+        assert_eq!([170_000, 171_000].map(|len| heads(&blocks(len))), [Some(8), Some(4)]);
+        // Those of one head are too large, or of any.
+        assert_eq!(heads(&over(2_048_001)), None);
+        assert_eq!(heads(&Problem { batch: usize::MAX / 8, kv_len: 1 << 30, ..base() }), None);
+        // The tile map of a mask is of all heads.
+        let mut masked = over(300_000);
+        masked.variant.mask = Some(DType::Bool);
+        assert_eq!(heads(&masked), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Views of some of the last dimension.
+//! Views of a part of a dimension.
 
 use super::{Dims, Tensor, TensorMut};
 use crate::error::Error;
@@ -8,12 +8,19 @@ use std::ops::Range;
 
 impl Dims {
     /// Elements `range` of the last dimension. Nothing of a tensor without dimensions.
-    fn narrow(mut self, range: &Range<usize>) -> Dims {
-        if let Some(last) = self.rank().checked_sub(1) {
-            debug_assert!(range.end <= self.shape[last]);
-            self.shape[last] = range.len();
+    fn narrow(self, range: &Range<usize>) -> Dims {
+        match self.rank().checked_sub(1) {
+            Some(last) => self.narrow_at(last, range).0,
+            None => self,
         }
-        self
+    }
+
+    /// Elements `range` of a dimension, and how many bytes they are behind the first one.
+    fn narrow_at(mut self, dim: usize, range: &Range<usize>) -> (Dims, isize) {
+        debug_assert!(range.end <= self.shape[dim]);
+        self.shape[dim] = range.len();
+        let items = self.strides[dim].wrapping_mul(range.start as i64);
+        (self, items.wrapping_mul(self.dtype().size() as i64) as isize)
     }
 }
 
@@ -52,6 +59,12 @@ impl<M: Memory> Tensor<'_, M> {
         Tensor { data: self.data.wrapping_add(bytes), dims, ..*self }
     }
 
+    /// Elements `range` of dimension `dim`, which has as many.
+    pub(crate) fn narrow_at(&self, dim: usize, range: &Range<usize>) -> Self {
+        let (dims, bytes) = self.dims.narrow_at(dim, range);
+        Tensor { data: self.data.wrapping_offset(bytes), dims, ..*self }
+    }
+
     /// Whether this is a [prefix](Tensor::prefix) of `whole`: the same memory, type, strides and
     /// shape, but for the last dimension, which may be shorter.
     pub(crate) fn is_prefix_of(&self, other: &Self) -> bool {
@@ -75,6 +88,13 @@ impl<M: Memory> TensorMut<'_, M> {
     pub(crate) fn narrow(&self, range: Range<usize>) -> TensorMut<'_, M> {
         let dims = self.dims.narrow(&range);
         let data = self.data.wrapping_add(range.start * self.dtype().size());
+        TensorMut { data, dims, memory: self.memory, lifetime: PhantomData }
+    }
+
+    /// The same of dimension `dim`.
+    pub(crate) fn narrow_at(&self, dim: usize, range: &Range<usize>) -> TensorMut<'_, M> {
+        let (dims, bytes) = self.dims.narrow_at(dim, range);
+        let data = self.data.wrapping_offset(bytes);
         TensorMut { data, dims, memory: self.memory, lifetime: PhantomData }
     }
 }

@@ -244,27 +244,29 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for blocks of `q8_0` or `q4_0`.
-    const fn decode_blocks(&self, blocks: Cache) -> [Module; 10] {
+    const fn decode_blocks(&self, blocks: Cache) -> [Module; 12] {
         [
             self.decode_cache(blocks, (64, 64), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 32, Specialized),
             self.decode_cache(blocks, (128, 128), 8, Specialized),
             self.decode_cache(blocks, (128, 128), 32, Specialized),
             self.decode_cache(blocks, (256, 256), 8, Specialized),
+            self.decode_cache(blocks, (512, 512), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 8, Fallback),
             self.decode_cache(blocks, (64, 64), 32, Fallback),
             self.decode_cache(blocks, (128, 128), 8, Fallback),
             self.decode_cache(blocks, (128, 128), 32, Fallback),
             self.decode_cache(blocks, (256, 256), 8, Fallback),
+            self.decode_cache(blocks, (512, 512), 8, Fallback),
         ]
     }
 
     /// The decode modules of a 16-bit type for keys of one class and values of another.
-    const fn decode_pairs(&self) -> [Module; 3 * Cache::PAIRS.len()] {
-        let mut modules = [self.decode_pair(0, 64); 3 * Cache::PAIRS.len()];
+    const fn decode_pairs(&self) -> [Module; 4 * Cache::PAIRS.len()] {
+        let mut modules = [self.decode_pair(0, 64); 4 * Cache::PAIRS.len()];
         let mut i = 0;
         while i < modules.len() {
-            modules[i] = self.decode_pair(i / 3, 64 << (i % 3));
+            modules[i] = self.decode_pair(i / 4, 64 << (i % 4));
             i += 1;
         }
         modules
@@ -442,15 +444,18 @@ impl Rows {
     }
 
     /// The prefill modules of a 16-bit type for keys of two elements each, on Hopper.
-    const fn prefill_terms(&self) -> [Module; 6] {
+    const fn prefill_terms(&self) -> [Module; 8] {
         let (terms, mainloop) = (Cache::Terms, sm90(KeyRange::Any));
+        let wide = Mainloop::Sm90Wide;
         [
             self.prefill_cache(terms, Specialized, 64, tile(192, 128), mainloop),
             self.prefill_cache(terms, Specialized, 128, tile(128, 128), mainloop).must_not_spill(),
             self.prefill_cache(terms, Specialized, 256, tile(128, 48), mainloop),
+            self.prefill_cache(terms, Specialized, 512, tile(128, 128), wide).must_not_spill(),
             self.prefill_cache(terms, Fallback, 64, tile(128, 128), mainloop),
             self.prefill_cache(terms, Fallback, 128, tile(128, 128), mainloop),
             self.prefill_cache(terms, Fallback, 256, tile(128, 48), mainloop),
+            self.prefill_cache(terms, Fallback, 512, tile(128, 128), wide),
         ]
     }
 

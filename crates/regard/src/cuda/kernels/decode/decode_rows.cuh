@@ -62,7 +62,7 @@ template <class Side> struct BlockRows {
     static constexpr int COLUMN_ROUNDS = (CHUNKS - 1) / LANES, CHUNK_BYTES = COLUMN_ROUNDS * LANES * 16;
     static constexpr int REST = CHUNKS - COLUMN_ROUNDS * LANES; // chunks
     static_assert(REST <= 2 && CHUNK_BYTES <= Side::ROW_BYTES, "whole chunks, then one or two");
-    static_assert(ALIGNMENT == 4 || Side::ROW_BYTES == CHUNK_BYTES + ALIGNMENT, "then one piece");
+    static_assert(ALIGNMENT == 4 || Side::ROW_BYTES == CHUNK_BYTES + (ALIGNMENT == 8 ? 8 : 16 * REST), "then pieces");
 
     unsigned long long chunks, rest;
     unsigned chunks_to, rest_to;
@@ -113,7 +113,9 @@ template <class Side> struct BlockRows {
         if (ALIGNMENT == 8) {
             cp_async_eight(to + rest_to, (const void *)start, present);
         } else if (ALIGNMENT == 16) {
-            cp_async_sectors(to + rest_to, (const void *)start, present ? 16 : 0);
+#pragma unroll
+            for (int j = 0; j < REST; j++)
+                cp_async_sectors(to + rest_to + j * 16, (const void *)(start + j * 16), present ? 16 : 0);
         } else {
             int bytes = present ? (int)(start & 15) + Side::ROW_BYTES - CHUNK_BYTES : 0;
 #pragma unroll

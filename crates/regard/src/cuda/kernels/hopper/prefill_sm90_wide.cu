@@ -19,6 +19,12 @@
 // CLUSTER_SIZE (rows of `prefill_sm90_wide` in cuda/registry/tables.rs).
 //
 // The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
+//
+// KEY_TERMS: how many elements are added up for one of a key (widen.cu); heads of the key tensor are that many times
+// those of the cache.
+#ifndef KEY_TERMS
+#define KEY_TERMS 1
+#endif
 constexpr unsigned CTAS_PER_TILE = CLUSTER_SIZE;
 constexpr unsigned short ALL_CTAS = (1 << CTAS_PER_TILE) - 1; // bits of a TMA multicast
 constexpr int CONSUMERS = 2;                                  // consumer warpgroups
@@ -33,6 +39,7 @@ constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
 constexpr int QUERY_BYTES = MAX_KEY_CHUNKS * SUBTILE_BYTES, PROB_BYTES = CONSUMERS * SUBTILE_BYTES;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 typedef Element<ElementType(ELEMENT_TYPE)> E;
+static_assert(KEY_TERMS <= 2, "chunks are of the first term or of the second");
 
 constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES,
               STAGES_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
@@ -64,7 +71,7 @@ constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = CONSUMERS_BARRIER + 1;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// Chunks of a K tile's keys. Padding is not loaded, except that there are always two chunks.
+// Chunks of a K tile's keys, of one of their terms. Padding is not loaded, except that there are always two chunks.
 static __device__ __forceinline__ int key_chunks(const AttentionParameters &params) {
     return FALLBACK ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
 }
@@ -145,14 +152,15 @@ struct Producer {
         bool loads = between(boxes.seen, (int)rank * (KEYS / 2), (int)(rank + 1) * (KEYS / 2)) >> lane & 1;
         int batch = batch_of(boxes), chunks = key_chunks(params);
 #pragma unroll 1
-        for (int c = 0; c < chunks; c++) {
+        for (int c = 0; c < KEY_TERMS * chunks; c++) {
             wait_stage();
             if (lane == 0 && c == 0) shared.stage_flags[stage.index] = stage_flags;
             unsigned barrier = expect(__popc(boxes.seen));
+            int term = KEY_TERMS > 1 && c >= chunks;
             if (loads)
-                hopper::tma_load_multicast(ALL_CTAS,
-                                           base + STAGES_OFFSET + stage.index * CHUNK_BYTES + (lane * 128 << box_shift),
-                                           maps.key, barrier, {c * 64, tile.kv_head, boxes.place.token, batch});
+                hopper::tma_load_multicast(
+                    ALL_CTAS, base + STAGES_OFFSET + stage.index * CHUNK_BYTES + (lane * 128 << box_shift), maps.key,
+                    barrier, {(c - term * chunks) * 64, KEY_TERMS * tile.kv_head + term, boxes.place.token, batch});
             stage.advance();
         }
     }
@@ -289,9 +297,10 @@ struct Consumer {
         }
     }
 
-    // Issues Q K^T over 64 dims, for this warpgroup's keys.
+    // Issues Q K^T over 64 dims, for this warpgroup's keys. `c`: of the chunks of all terms.
     __device__ __forceinline__ void mma_qk(int c, bool adds) {
-        SharedTile<64> queries = {base + QUERY_OFFSET + c * SUBTILE_BYTES};
+        int query_chunk = KEY_TERMS > 1 && c >= key_chunks(params) ? c - key_chunks(params) : c;
+        SharedTile<64> queries = {base + QUERY_OFFSET + query_chunk * SUBTILE_BYTES};
         SharedTile<64> keys = {chunk(stage) + warpgroup * SUBTILE_BYTES};
         float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;
         wait_chunk(stage);
@@ -310,7 +319,7 @@ struct Consumer {
         mma_qk(1, true);
     }
     __device__ __forceinline__ void mma_qk_other_chunks() {
-        int chunks = key_chunks(params);
+        int chunks = KEY_TERMS * key_chunks(params);
         if constexpr (FALLBACK) {
             mma_qk_parts(chunks);
         } else {
