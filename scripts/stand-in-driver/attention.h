@@ -155,11 +155,13 @@ inline void load_key(const AttentionParameters &p, const StoredCache &cache, con
     auto load = [&](const KvTensor &stored, int count, std::vector<float> &to) {
         load_stored(p, s, stored, cache.key_format, cache.key_scales, cache.key_scale_strides, key, kv_head, count, to);
     };
-    if (cache.key_terms == 2) {
-        std::vector<float> second(p.head_dim);
-        load_stored(p, s, p.keys, cache.key_format, 0, {}, key, 2 * kv_head, p.head_dim, to);
-        load_stored(p, s, p.keys, cache.key_format, 0, {}, key, 2 * kv_head + 1, p.head_dim, second);
-        for (int i = 0; i < p.head_dim; i++) to[i] += second[i];
+    if (cache.key_terms > 1) {
+        std::vector<float> term(p.head_dim);
+        load_stored(p, s, p.keys, cache.key_format, 0, {}, key, cache.key_terms * kv_head, p.head_dim, to);
+        for (int i = 1; i < cache.key_terms; i++) {
+            load_stored(p, s, p.keys, cache.key_format, 0, {}, key, cache.key_terms * kv_head + i, p.head_dim, term);
+            for (int dim = 0; dim < p.head_dim; dim++) to[dim] += term[dim];
+        }
         return;
     }
     if (!cache.rest.pointer) return load(p.keys, p.head_dim, to);

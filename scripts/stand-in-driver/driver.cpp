@@ -313,7 +313,7 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_") || holds("_mla656_");
-    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), holds("_scaled_"), holds("_terms_") ? 2 : 1,
+    *module = new Module{type, (holds("prefill_") && holds("_sm90")) || holds("_wgmma"), has_cache, holds("_any_"), holds("_latent_"), holds("_lists"), holds("_scaled_"), holds("_terms_") ? 2 : holds("_terms3_") ? 3 : 1,
                          find_emulated(name)};
     return 0;
 }

@@ -104,12 +104,14 @@ fn sixteen_bit_types_are_alike() {
             .collect()
     };
     let (f16, mut bf16) = (of_type("_f16_"), of_type("_bf16_"));
-    // f16 cannot hold the rotary dims of mla656, nor all products of codes and scales.
+    // f16 cannot hold the rotary dims of mla656, nor all products of codes and scales; and two
+    // elements of it have enough bits of every key.
     bf16.retain(|name, _| {
         is_covered(&name.replacen('_', "_f16_", 1))
             && !name.contains("_mla656_")
             && !name.contains("_any_plain_")
             && !name.contains("_scaled_")
+            && !name.contains("_terms3_")
     });
     assert!(!f16.is_empty() && f16.keys().eq(bf16.keys()));
     for (name, accepted) in f16 {

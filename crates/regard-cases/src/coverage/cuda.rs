@@ -178,7 +178,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let (shapes, page_keys) = match &module.config {
         Config::Prefix(_) => return None,
         Config::Prefill(prefill) if is_for_windows => (WINDOWED.to_vec(), prefill.box_keys()),
-        Config::Prefill(prefill) if matches!(prefill.cache, Cache::Scaled | Cache::Terms) => {
+        Config::Prefill(prefill) if matches!(prefill.cache, Cache::Scaled | Cache::Terms(_)) => {
             ([&PREFILL[..], &COPIED].concat(), prefill.box_keys())
         }
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
@@ -193,7 +193,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let dims = match module.cache() {
         Cache::Elements | Cache::Scaled | Cache::Bytes => vec![less(0, 0), less(8, 8), less(8, 24)],
         Cache::Latent | Cache::Mla656 => vec![less(0, 0)],
-        Cache::Q8_0 | Cache::Q4_0 | Cache::Terms => vec![less(0, 0), less(32, 32)],
+        Cache::Q8_0 | Cache::Q4_0 | Cache::Terms(_) => vec![less(0, 0), less(32, 32)],
         Cache::Any => vec![less(0, 0), less(8, 8), less(8, 24), less(32, 32)],
         Cache::Pair(keys, values) if keys.has_blocks() || values.has_blocks() => {
             vec![less(0, 0), less(32, 32)]
@@ -215,7 +215,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         None => machine,
     };
     let mut machines: Vec<_> = machines.iter().filter(runs_on).cloned().map(suited).collect();
-    if matches!(module.cache(), Cache::Scaled | Cache::Terms) {
+    if matches!(module.cache(), Cache::Scaled | Cache::Terms(_)) {
         let of_parts = |machine: &Machine| with_l2_bytes(machine.clone(), SMALL_L2 * head_dim);
         let of_parts = machines.first().map(of_parts);
         machines.extend(of_parts);
@@ -259,14 +259,20 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
             both(DType::E4M3, Granularity::Page),
             mixed(DType::E5M2, DType::Q4_0),
         ],
-        Cache::Terms if element == Element::F16 => vec![
+        Cache::Terms(_) if element == Element::F16 => vec![
             both(DType::Q8_0, Granularity::Head),
             both(DType::Q4_0, Granularity::Head),
             both(DType::I8, Granularity::Token),
             mixed(DType::Q4_0, DType::E4M3),
             mixed(DType::BF16, DType::F32),
         ],
-        Cache::Terms => vec![
+        Cache::Terms(3) => vec![
+            both(DType::Q8_0, Granularity::Head),
+            mixed(DType::Q8_0, DType::E4M3),
+            mixed(DType::F32, DType::BF16),
+            both(DType::I8, Granularity::Token),
+        ],
+        Cache::Terms(_) => vec![
             both(DType::Q8_0, Granularity::Head),
             both(DType::Q4_0, Granularity::Head),
             mixed(DType::Q4_0, DType::E4M3),

@@ -13,7 +13,7 @@ const MAX_ADDED: usize = 8;
 
 /// Features that may make a kernel run, or that another feature may need: tried beside one or two
 /// features that lead nowhere by themselves.
-const ENABLERS: [Feature; 12] = [
+const ENABLERS: [Feature; 13] = [
     Feature::Causal,
     Feature::RaggedQueries,
     Feature::Softcap,
@@ -26,6 +26,7 @@ const ENABLERS: [Feature; 12] = [
     Feature::BatchInvariant,
     Feature::BlockCache,
     Feature::FloatCache,
+    Feature::Lse,
 ];
 
 /// The cases for one kernel.

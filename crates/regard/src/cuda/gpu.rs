@@ -734,7 +734,7 @@ impl Run<'_> {
         let first = listed.as_ref().map_or(argument(&call.parameters), argument);
         let (cache, rest) = (argument(&call.cache), argument(&call.rest));
         let (mut arguments, count) = match (decode.cache, &maps) {
-            (Cache::Elements | Cache::Scaled | Cache::Terms, _) => ([first; 3], 1),
+            (Cache::Elements | Cache::Scaled | Cache::Terms(_), _) => ([first; 3], 1),
             (Cache::Latent, Some([keys, rest])) => ([first, argument(keys), argument(rest)], 3),
             (Cache::Latent, None) => ([first, rest, rest], 2),
             (Cache::Any, _) => ([first, cache, rest], 3),

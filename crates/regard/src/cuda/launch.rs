@@ -178,7 +178,7 @@ pub fn tile_map(
 fn decode_load_kind(problem: &Problem, inputs: &Inputs<DeviceMemory>, decode: &Decode) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements | Cache::Scaled | Cache::Terms | Cache::Latent | Cache::Mla656 => {
+        Cache::Elements | Cache::Scaled | Cache::Terms(_) | Cache::Latent | Cache::Mla656 => {
             load_kind(problem, inputs)
         }
         // Keys and values are read value by value; this is about queries.
@@ -372,7 +372,7 @@ fn call_on_copies<'a>(
     let Copies { prefill, problem, inputs, key_scales, value_scales, call } = copies;
     let each_key = call.parameters.each_key;
     let prefill = prefill_call(&problem, prefill, &inputs, &part.outputs, workspace);
-    // The kernels that take a scale or two elements per key have no other beside them.
+    // Some kernels that take more of each key have no other beside them.
     if prefill.kernel.tensor_maps && prefill.maps.is_none() {
         return None;
     }
@@ -407,7 +407,7 @@ fn prefill_call<'a>(
     let mut faster = [&plan.specialized].into_iter().chain(&plan.any_scales);
     let (kernel, maps) = faster.find_map(suits).unwrap_or((&plan.fallback, None));
     attention.load_kind = match kernel.cache {
-        Cache::Elements | Cache::Scaled | Cache::Terms => load_kind(problem, inputs),
+        Cache::Elements | Cache::Scaled | Cache::Terms(_) => load_kind(problem, inputs),
         // This is about queries.
         _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
         _ => LoadKind::Elements,

@@ -110,13 +110,14 @@ pub(super) fn with_kernels(
     }
 }
 
-/// The fastest kernel on Hopper over elements that takes more of each key, as a class of caches
-/// says: `Cache::Scaled` or `Cache::Terms`; `None` if there is none for the problem.
+/// The fastest kernel over elements that takes more of each key, as a class of caches says
+/// (`Cache::Scaled` or [`Cache::Terms`]), and the one for operands that this cannot read, if there
+/// is another; `None` if there is none for the problem.
 pub(super) fn find_extended(
     cache: Cache,
     problem: &Problem,
     facts: &CudaFacts,
-) -> Option<PrefillKernel> {
+) -> Option<[PrefillKernel; 2]> {
     let element = Element::from_dtype(problem.dtype);
     let find = |family| {
         let find = |build| find_kind(family, Kind { build, cache, element }, problem, facts);
@@ -125,7 +126,10 @@ pub(super) fn find_extended(
         plain.or_else(|| find(Build::Fallback))
     };
     let families = || [Family::PrefillSm90, Family::PrefillSm90Wide].into_iter();
-    has_wgmma(problem, facts).then(|| families().find_map(find)).flatten()
+    let on_hopper = has_wgmma(problem, facts).then(|| families().find_map(find)).flatten();
+    let anywhere = find(Family::PrefillSm80);
+    let fastest = on_hopper.or(anywhere)?;
+    Some([fastest, anywhere.unwrap_or(fastest)])
 }
 
 /// Whether keys or values of this type are exact in the type of queries; codes without their
@@ -198,7 +202,7 @@ pub(super) fn outruns_decode(
     has_decode_wgmma: bool,
     facts: &CudaFacts,
 ) -> bool {
-    if !kernel.tensor_maps {
+    if !kernel.tensor_maps && !matches!(kernel.cache, Cache::Terms(_)) {
         return false;
     }
     let tiles = |rows_per_token: usize, tile_rows: usize| {
@@ -217,7 +221,8 @@ pub(super) fn outruns_decode(
     // In quarters of the time in which decode with WGMMA does a tile, as measured on an H200
     // (docs/perf): a tile of prefill, with the copy of a sequence's keys and values of a head.
     let (of_tile, of_copy) = match kernel.cache {
-        Cache::Terms => (4, 9),
+        Cache::Terms(_) if kernel.tensor_maps => (4, 9),
+        Cache::Terms(_) => (8, 9),
         _ => (8, 0),
     };
     let copies = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(of_copy);

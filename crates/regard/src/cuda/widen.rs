@@ -7,8 +7,9 @@
 //! scales, in blocks or of another type are rounded, as probabilities are.
 //!
 //! Rounded keys would not be exact enough. So keys in blocks or of another type become two
-//! elements: a rounded one, and what rounding took, also rounded. f16 has a small range: what is
-//! rounded to it is a multiple of a power of two, the unit of its sequence and head.
+//! elements: a rounded one, and what rounding took, also rounded; or three, where a log-sum-exp
+//! shows what is left. f16 has a small range: what is rounded to it is a multiple of a power of
+//! two, the unit of its sequence and head.
 
 use super::prefill;
 use super::registry::{Cache, Family};
@@ -62,8 +63,8 @@ const ROWS_BESIDE_STORED_SCALED: usize = 128;
 const ROWS_BESIDE_SM80_ON_HOPPER: usize = 16;
 const ROWS_BESIDE_SM80: usize = 100;
 
-/// The same in tiles of rows, each of one query head, for keys of two elements beside the kernel
-/// for any formats with WGMMA: an estimate from the bytes of copies.
+/// The same in tiles of rows, each of one query head, for keys of several elements beside the
+/// kernel for any formats with WGMMA: an estimate from the bytes of copies.
 const TILES_BESIDE_STORED: usize = 3;
 const TILE_ROWS: usize = 128;
 
@@ -150,22 +151,20 @@ pub(super) fn select(
     let takes_shared = prefill::is_exact(problem, problem.key_dtype)
         && rows >= min_rows(problem, &beside.specialized, facts);
     let extended = find_extended(problem, facts)
-        .filter(|kernel| heads_at_once(problem, kernel.cache.key_terms(), facts).is_some())
-        .filter(|kernel| rows >= min_rows_extended(problem, kernel.cache, beside));
+        .filter(|[kernel, _]| heads_at_once(problem, kernel.cache.key_terms(), facts).is_some())
+        .filter(|[kernel, _]| rows >= min_rows_extended(problem, kernel, beside));
     if !takes_shared && extended.is_none() {
         return None;
     }
-    let terms = extended.map_or(1, |kernel| kernel.cache.key_terms());
+    let cache = extended.map_or(Cache::Elements, |[kernel, _]| kernel.cache);
+    let terms = cache.key_terms();
     // From here on those of one part.
     let heads_at_once = heads_at_once(problem, terms, facts)?;
     let problem = &with_heads(problem, heads_at_once);
     let on_copy = widened(problem);
     let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem), terms);
     let heads = problem.batch.checked_mul(problem.kv_heads)?;
-    let scale_bytes = match extended.map(|kernel| kernel.cache) {
-        Some(Cache::Scaled) => scale_bytes(problem)?,
-        _ => 0,
-    };
+    let scale_bytes = if cache == Cache::Scaled { scale_bytes(problem)? } else { 0 };
     let has_units = problem.dtype == DType::F16;
     let splits = unit_splits(problem, facts);
     let unit_bytes = if has_units { unit_bytes(problem, splits)? } else { 0 };
@@ -178,9 +177,8 @@ pub(super) fn select(
     let end = behind(units_at, unit_bytes)?;
     let shared = takes_shared.then(|| prefill::select(&on_copy, facts, max_decode_len, end));
     let shared = shared.flatten();
-    let extended = extended.map(|kernel| {
-        prefill::with_kernels([kernel; 2], None, &on_copy, facts, max_decode_len, end)
-    });
+    let extended = extended
+        .map(|kernels| prefill::with_kernels(kernels, None, &on_copy, facts, max_decode_len, end));
     if shared.is_none() && extended.is_none() {
         return None;
     }
@@ -227,21 +225,21 @@ fn unit_splits(problem: &Problem, facts: &CudaFacts) -> usize {
     (2 * facts.multiprocessors / heads.max(1)).clamp(1, parts.max(1))
 }
 
-/// Hopper's kernel that takes more of a key than an element of the copy, if keys may need it: a
-/// scale for each key, or two elements for one. Keys of 8-bit codes need neither if heads share
+/// The kernels that take more of a key than an element of the copy, if keys may need it: a
+/// scale for each key, or several elements for one. Keys of 8-bit codes need neither if heads share
 /// their scales.
-fn find_extended(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+fn find_extended(problem: &Problem, facts: &CudaFacts) -> Option<[PrefillKernel; 2]> {
     let stored = problem.key_dtype;
     let in_bf16 = problem.dtype == DType::BF16;
     let find = |cache| prefill::find_extended(cache, &widened(problem), facts);
     if stored == problem.dtype {
         return None;
     }
+    let scaled = (stored.is_code() && in_bf16).then(|| find(Cache::Scaled)).flatten();
     // Two elements of bf16 have 16 bits, which are too few for the log-sum-exp of some formats.
     let has_few_bits = matches!(stored, DType::Q4_0 | DType::F16);
-    let in_terms = || (!in_bf16 || !problem.lse || has_few_bits).then(|| find(Cache::Terms));
-    let scaled = (stored.is_code() && in_bf16).then(|| find(Cache::Scaled)).flatten();
-    scaled.or_else(|| in_terms().flatten())
+    let terms = if in_bf16 && problem.lse && !has_few_bits { 3 } else { 2 };
+    scaled.or_else(|| find(Cache::Terms(terms)))
 }
 
 impl Prefill {
@@ -299,17 +297,18 @@ fn min_rows(problem: &Problem, kernel: &PrefillKernel, facts: &CudaFacts) -> usi
     }
 }
 
-/// The same for a kernel of Hopper that takes more of each key.
-fn min_rows_extended(problem: &Problem, cache: Cache, beside: &Prefill) -> usize {
+/// The same for a kernel that takes more of each key.
+fn min_rows_extended(problem: &Problem, extended: &PrefillKernel, beside: &Prefill) -> usize {
     let kernel = match beside.specialized.head_scales {
         true => beside.any_scales.unwrap_or(beside.fallback),
         false => beside.specialized,
     };
-    match (kernel.tensor_maps, cache) {
+    match (kernel.tensor_maps, extended.cache) {
         // A tile takes as long with few rows.
-        (true, Cache::Terms) => TILES_BESIDE_STORED * problem.query_len.min(TILE_ROWS),
+        (true, Cache::Terms(_)) => TILES_BESIDE_STORED * problem.query_len.min(TILE_ROWS),
         (true, _) => ROWS_BESIDE_STORED_SCALED,
-        (false, _) => ROWS_BESIDE_SM80_ON_HOPPER,
+        (false, _) if extended.tensor_maps => ROWS_BESIDE_SM80_ON_HOPPER,
+        (false, _) => ROWS_BESIDE_SM80,
     }
 }
 
@@ -479,7 +478,7 @@ impl Reader<'_> {
 
     /// Whether some of the copies are rounded.
     fn rounds(&self) -> bool {
-        self.cache() == Cache::Terms || !self.values_are_exact
+        matches!(self.cache(), Cache::Terms(_)) || !self.values_are_exact
     }
 
     /// The scales of copies. `each_key`: the address of those of single keys; `units`: of what
@@ -502,7 +501,7 @@ impl Reader<'_> {
         let each_key = KeyScales { pointer: each_key, stride: scale_stride(problem) as i64 };
         let (key_scales, each_key) = match self.cache() {
             Cache::Scaled => (HeadScales::default(), each_key),
-            Cache::Terms => (of_units(0), KeyScales::default()),
+            Cache::Terms(_) => (of_units(0), KeyScales::default()),
             _ => (head_scales(&inputs.attention.k_scales), KeyScales::default()),
         };
         let value_scales = match self.values_are_exact {
@@ -627,23 +626,29 @@ mod tests {
             assert_eq!(widened.values_at - widened.keys_at, 2 * 2 * 4096 * 8 * 128 * 2);
             assert_eq!(widened.units.is_some(), dtype == DType::F16);
         }
-        // Few rows divide their keys among CTAs, and other GPUs have no kernel.
+        // Few rows divide their keys among CTAs.
         let blocks = over(DType::BF16, DType::Q8_0, DType::Q8_0);
         assert!(
             launches(&Problem { batch: 1, query_len: 17, ..blocks.clone() }, "h200")
                 .widened
                 .is_none()
         );
-        assert!(launches(&blocks, "a100").prefill.is_none());
-        // bf16 has too few bits for the log-sum-exp of some keys.
+        let ampere = launches(&blocks, "a100").widened.unwrap().extended.unwrap();
+        assert_eq!(ampere.specialized.launch.module, "prefill_bf16_128_128_terms_fallback_sm80");
+        // Hopper has that for operands that TMA cannot read.
+        let hopper = launches(&blocks, "h200").widened.unwrap().extended.unwrap();
+        assert_eq!(hopper.fallback.launch.module, ampere.specialized.launch.module);
+        // The log-sum-exp of some keys needs three elements of bf16.
         let with_lse =
             |dtype, keys| extended_module(&Problem { lse: true, ..over(dtype, keys, DType::I8) });
+        let two = ["prefill_bf16_128_128_terms_plain_sm90", "prefill_f16_128_128_terms_plain_sm90"];
         for keys in [DType::Q4_0, DType::F16] {
-            assert!(with_lse(DType::BF16, keys).is_some());
+            assert_eq!(with_lse(DType::BF16, keys), Some(two[0]));
         }
         for keys in [DType::Q8_0, DType::F32] {
-            assert!(with_lse(DType::BF16, keys).is_none());
-            assert!(with_lse(DType::F16, keys).is_some());
+            let three = Some("prefill_bf16_128_128_terms3_plain_sm90");
+            assert_eq!(with_lse(DType::BF16, keys), three);
+            assert_eq!(with_lse(DType::F16, keys), Some(two[1]));
         }
     }
 
@@ -664,8 +669,9 @@ mod tests {
             let extended = (keys == DType::I8).then_some(scaled).flatten();
             assert_eq!((module(&problem), extended_module(&problem)), (plain, extended));
         }
-        // Other GPUs have no kernel.
-        assert!(launches(&base(), "a100").widened.unwrap().extended.is_none());
+        // Other GPUs take two elements.
+        let ampere = launches(&base(), "a100").widened.unwrap().extended.unwrap();
+        assert_eq!(ampere.specialized.launch.module, "prefill_bf16_128_128_terms_fallback_sm80");
         // The kernel over codes with their scales is that for any formats, or `mma.sync`.
         let short = |head_dim| Problem {
             query_len: 30,

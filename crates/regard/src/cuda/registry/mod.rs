@@ -140,9 +140,9 @@ pub enum Cache {
     Any,
     /// As elements of the queries' type, and a scale per key beside them.
     Scaled,
-    /// As elements of the queries' type, two of which add up to one of a key: a rounded one, and
-    /// what rounding took.
-    Terms,
+    /// As elements of the queries' type, that many of which (two or three) add up to one of a key:
+    /// a rounded one, and what rounding took, which may be rounded again.
+    Terms(usize),
     /// As elements, and values are the first dims of keys.
     Latent,
     /// As records of `mla656`, whose first dims are the values.
@@ -233,7 +233,7 @@ impl Cache {
             Cache::Pair(keys, values) => return (keys, values),
             Cache::Elements
             | Cache::Scaled
-            | Cache::Terms
+            | Cache::Terms(_)
             | Cache::Any
             | Cache::Latent
             | Cache::Mla656 => Storage::Elements,
@@ -247,7 +247,7 @@ impl Cache {
     /// The number that kernels know it by: `CacheClass` of `cache_class.cuh`.
     const fn number(self) -> usize {
         match self {
-            Cache::Elements | Cache::Scaled | Cache::Terms | Cache::Latent => 0,
+            Cache::Elements | Cache::Scaled | Cache::Terms(_) | Cache::Latent => 0,
             Cache::Bytes => 1,
             Cache::Q8_0 => 2,
             Cache::Q4_0 => 3,
@@ -266,7 +266,8 @@ impl Cache {
             Cache::Q4_0 => "q4_0_",
             Cache::Any => "any_",
             Cache::Scaled => "scaled_",
-            Cache::Terms => "terms_",
+            Cache::Terms(3) => "terms3_",
+            Cache::Terms(_) => "terms_",
             Cache::Latent => "latent_",
             Cache::Mla656 => "mla656_",
             Cache::Pair(keys, values) => return [keys.name(), values.name()],
@@ -276,12 +277,15 @@ impl Cache {
 
     /// Whether prefill converts keys and values on the way into products.
     pub const fn is_converted(self) -> bool {
-        !matches!(self, Cache::Elements | Cache::Scaled | Cache::Terms)
+        !matches!(self, Cache::Elements | Cache::Scaled | Cache::Terms(_))
     }
 
     /// Elements that add up to one of a key.
     pub const fn key_terms(self) -> usize {
-        if matches!(self, Cache::Terms) { 2 } else { 1 }
+        match self {
+            Cache::Terms(terms) => terms,
+            _ => 1,
+        }
     }
 
     /// Whether values are the first dims of keys.
@@ -632,7 +636,7 @@ impl DecodeConfig {
                     ("RING_STAGES", self.wgmma_stages()),
                 ]);
             }
-            Cache::Elements | Cache::Scaled | Cache::Terms => {
+            Cache::Elements | Cache::Scaled | Cache::Terms(_) => {
                 defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
             }
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {

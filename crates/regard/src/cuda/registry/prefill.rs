@@ -105,10 +105,11 @@ impl PrefillConfig {
         let value_pitch = (value_dim * element.bytes()).next_multiple_of(64);
         let header = 1024;
         let queries = self.tile_rows * key_pitch;
-        let larger_pitch = if key_pitch > value_pitch { key_pitch } else { value_pitch };
+        let terms_pitch = self.cache.key_terms() * key_pitch;
+        let larger_pitch = if terms_pitch > value_pitch { terms_pitch } else { value_pitch };
         let tiles = match kv_buffers {
-            4 => 2 * self.tile_keys * (key_pitch + value_pitch),
-            2 => self.tile_keys * (key_pitch + value_pitch),
+            4 => 2 * self.tile_keys * (terms_pitch + value_pitch),
+            2 => self.tile_keys * (terms_pitch + value_pitch),
             _ => self.tile_keys * larger_pitch,
         };
         let exchange = if value_warps > 1 {
@@ -255,7 +256,7 @@ impl PrefillConfig {
         match self.cache {
             Cache::Elements => {}
             Cache::Scaled => defines.push(("SCALES_KEYS", 1)),
-            Cache::Terms => defines.push(("KEY_TERMS", self.cache.key_terms())),
+            Cache::Terms(terms) => defines.push(("KEY_TERMS", terms)),
             _ => defines.push(("CACHE", self.cache.number())),
         }
         match self.mainloop {

@@ -445,7 +445,7 @@ impl Rows {
 
     /// The prefill modules of a 16-bit type for keys of two elements each, on Hopper.
     const fn prefill_terms(&self) -> [Module; 8] {
-        let (terms, mainloop) = (Cache::Terms, sm90(KeyRange::Any));
+        let (terms, mainloop) = (Cache::Terms(2), sm90(KeyRange::Any));
         let wide = Mainloop::Sm90Wide;
         [
             self.prefill_cache(terms, Specialized, 64, tile(192, 128), mainloop),
@@ -456,6 +456,31 @@ impl Rows {
             self.prefill_cache(terms, Fallback, 128, tile(128, 128), mainloop),
             self.prefill_cache(terms, Fallback, 256, tile(128, 48), mainloop),
             self.prefill_cache(terms, Fallback, 512, tile(128, 128), wide),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for keys of two elements each, for every GPU.
+    const fn prefill_terms_sm80(&self) -> [Module; 3] {
+        let terms = Cache::Terms(2);
+        [
+            self.prefill_cache(terms, Fallback, 64, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefill_cache(terms, Fallback, 128, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill_cache(terms, Fallback, 256, tile(64, 32), sm80(32, 2, 2, 2)),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for keys of three elements each, on Hopper: for a
+    /// log-sum-exp, so there is no specialized one above head dim 256.
+    const fn prefill_three_terms(&self) -> [Module; 7] {
+        let (terms, mainloop) = (Cache::Terms(3), sm90(KeyRange::Any));
+        [
+            self.prefill_cache(terms, Specialized, 64, tile(192, 96), mainloop),
+            self.prefill_cache(terms, Specialized, 128, tile(128, 96), mainloop),
+            self.prefill_cache(terms, Specialized, 256, tile(128, 32), mainloop),
+            self.prefill_cache(terms, Fallback, 64, tile(128, 96), mainloop),
+            self.prefill_cache(terms, Fallback, 128, tile(128, 96), mainloop),
+            self.prefill_cache(terms, Fallback, 256, tile(128, 32), mainloop),
+            self.prefill_cache(terms, Fallback, 512, tile(128, 128), Mainloop::Sm90Wide),
         ]
     }
 
@@ -576,7 +601,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 44] = [
+const LISTS: [List; 47] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -618,6 +643,9 @@ const LISTS: [List; 44] = [
     eight_bit(&BF16.prefill_scaled()),
     eight_bit(&F16.prefill_terms()),
     eight_bit(&BF16.prefill_terms()),
+    eight_bit(&BF16.prefill_three_terms()),
+    eight_bit(&F16.prefill_terms_sm80()),
+    eight_bit(&BF16.prefill_terms_sm80()),
     eight_bit(&F16.prefill_any()),
     eight_bit(&BF16.prefill_any()),
     eight_bit(&F32.prefill_any_f32()),

@@ -3,7 +3,7 @@
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES (rows of
 // `prefill_sm90` in cuda/registry/tables.rs), CACHE (common/cache_class.cuh): Elements, Bytes or Any; SCALES_KEYS:
 // whether a scale of each key lies beside elements (key_scales.cuh); and KEY_TERMS: how many elements are added up for
-// each of a key. With two, one is rounded and the other is what rounding took; they are heads 2 h and 2 h + 1.
+// each of a key (widen.cu). They are adjacent heads of the key tensor, from KEY_TERMS h on.
 #pragma once
 #include "common/cache_class.cuh"
 #include "hopper/code_converter.cuh"

@@ -39,7 +39,6 @@ constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
 constexpr int QUERY_BYTES = MAX_KEY_CHUNKS * SUBTILE_BYTES, PROB_BYTES = CONSUMERS * SUBTILE_BYTES;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 typedef Element<ElementType(ELEMENT_TYPE)> E;
-static_assert(KEY_TERMS <= 2, "chunks are of the first term or of the second");
 
 constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES,
               STAGES_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
@@ -75,6 +74,12 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 static __device__ __forceinline__ int key_chunks(const AttentionParameters &params) {
     return FALLBACK ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
 }
+
+// The term that chunk c of all terms belongs to.
+static __device__ __forceinline__ int term_of(int c, int chunks) {
+    return (KEY_TERMS > 1 && c >= chunks) + (KEY_TERMS > 2 && c >= 2 * chunks);
+}
+static_assert(KEY_TERMS <= 3, "as term_of counts");
 
 // The next tile number, the same in both CTAs of a cluster: the first CTA claims it and sends it to both.
 static __device__ __forceinline__ unsigned next_number(const PrefillParameters &prefill, Shared &shared, unsigned rank,
@@ -156,7 +161,7 @@ struct Producer {
             wait_stage();
             if (lane == 0 && c == 0) shared.stage_flags[stage.index] = stage_flags;
             unsigned barrier = expect(__popc(boxes.seen));
-            int term = KEY_TERMS > 1 && c >= chunks;
+            int term = term_of(c, chunks);
             if (loads)
                 hopper::tma_load_multicast(
                     ALL_CTAS, base + STAGES_OFFSET + stage.index * CHUNK_BYTES + (lane * 128 << box_shift), maps.key,
@@ -299,7 +304,7 @@ struct Consumer {
 
     // Issues Q K^T over 64 dims, for this warpgroup's keys. `c`: of the chunks of all terms.
     __device__ __forceinline__ void mma_qk(int c, bool adds) {
-        int query_chunk = KEY_TERMS > 1 && c >= key_chunks(params) ? c - key_chunks(params) : c;
+        int chunks = key_chunks(params), query_chunk = c - term_of(c, chunks) * chunks;
         SharedTile<64> queries = {base + QUERY_OFFSET + query_chunk * SUBTILE_BYTES};
         SharedTile<64> keys = {chunk(stage) + warpgroup * SUBTILE_BYTES};
         float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;

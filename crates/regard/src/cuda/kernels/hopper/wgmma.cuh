@@ -70,6 +70,7 @@ template <int N> struct Wgmma;
     };
 
 WGMMA(16, WGMMA_0, "%8", "%9", "%10", "%11", "%12", WGMMA_SUM(0))
+WGMMA(32, WGMMA_0 "," WGMMA_1, "%16", "%17", "%18", "%19", "%20", WGMMA_SUM(0), WGMMA_SUM(1))
 WGMMA(48, WGMMA_0 "," WGMMA_1 "," WGMMA_2, "%24", "%25", "%26", "%27", "%28", WGMMA_SUM(0), WGMMA_SUM(1), WGMMA_SUM(2))
 WGMMA(64, WGMMA_0 "," WGMMA_1 "," WGMMA_2 "," WGMMA_3, "%32", "%33", "%34", "%35", "%36", WGMMA_SUM(0), WGMMA_SUM(1),
       WGMMA_SUM(2), WGMMA_SUM(3))

@@ -10,6 +10,7 @@
 // MIN_CTAS_PER_SM  CTAs per SM (occupancy) that registers must suffice for,
 // CACHE            CacheClass: Elements; or Any, converted to ELEMENT_TYPE while they are loaded. Scales of 8-bit codes
 //                  join scores and probabilities,
+// KEY_TERMS        elements that are added up for one of a key (widen.cu): adjacent heads of the key tensor,
 // PREFIX           1 for the kernel of prefix groups (prefix_kernel.cuh), whose tiles are rows of several sequences.
 //
 // THREADS and SHARED_BYTES are the host's launch parameters; they follow from these and are checked here.
@@ -22,6 +23,10 @@ static_assert(CONVERTS || CACHE_CLASS == CacheClass::Elements, "8-bit codes alon
 #ifndef PREFIX
 #define PREFIX 0
 #endif
+#ifndef KEY_TERMS
+#define KEY_TERMS 1
+#endif
+static_assert(KEY_TERMS == 1 || (!CONVERTS && !PREFIX), "of copies");
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
@@ -54,7 +59,8 @@ constexpr int PROB_PITCH = pitch_of(TILE_KEYS * ELEMENT_BYTES);
 // Shared memory: 1024 bytes for `Shared`; queries; keys; values; and, if warps share rows, probabilities and maxima.
 constexpr int QUERY_OFFSET = 1024;
 constexpr int KEYS_OFFSET = QUERY_OFFSET + TILE_ROWS * KEY_PITCH;
-constexpr int KEY_STAGE_BYTES = TILE_KEYS * KEY_PITCH, VALUE_STAGE_BYTES = TILE_KEYS * VALUE_PITCH;
+constexpr int KEY_TERM_BYTES = TILE_KEYS * KEY_PITCH;
+constexpr int KEY_STAGE_BYTES = KEY_TERMS * KEY_TERM_BYTES, VALUE_STAGE_BYTES = TILE_KEYS * VALUE_PITCH;
 constexpr int STAGES = KV_BUFFERS == 4 ? 2 : 1;
 constexpr int VALUES_OFFSET = KV_BUFFERS == 1 ? KEYS_OFFSET : KEYS_OFFSET + STAGES * KEY_STAGE_BYTES;
 constexpr int PROBS_OFFSET =

@@ -249,7 +249,9 @@ struct Worker {
     // S = Q K^T of a K tile, score modifications and online softmax.
     __device__ __forceinline__ void compute_scores(const TileOperands &operands, Scores &scores, int key_tile,
                                                    bool mixed, int stage) {
-        products.mma_qk(scores, key_stage(stage) + value_warp * WARP_KEYS * KEY_PITCH);
+#pragma unroll
+        for (int term = 0; term < KEY_TERMS; term++)
+            products.mma_qk(scores, key_stage(stage) + term * KEY_TERM_BYTES + value_warp * WARP_KEYS * KEY_PITCH);
         if constexpr (CONVERTS) {
             if (loader.cache->key_scales) multiply(scores, loader.stage_scales(stage));
         }

@@ -83,6 +83,7 @@ struct Loader {
         find_kv_start(params, tile, key_start, value_start);
         int key_bytes = CONVERTS ? stored_bytes(cache->key_format) : ELEMENT_BYTES;
         int value_bytes = CONVERTS ? stored_bytes(cache->value_format) : ELEMENT_BYTES;
+        key_start += (KEY_TERMS - 1) * (long long)tile.kv_head * params.keys.strides.head;
         operands.key_base = params.keys.pointer + key_start * key_bytes;
         operands.value_base = params.values.pointer + value_start * value_bytes;
         operands.table = page_table(params, tile.sequence);
@@ -126,16 +127,25 @@ struct Loader {
             *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? from[i] : (Bits)0;
     }
 
-    // Starts the copies of the keys or values of a K tile.
+    // Starts the copies of the keys or values of a K tile, or converts them.
     template <bool IS_KEYS>
     __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
-        constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
         if constexpr (CONVERTS) {
             convert_tile<IS_KEYS>(params, *cache, operands, key_tile, to);
-            return;
+        } else {
+            const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
+#pragma unroll 1
+            for (int term = 0; term < (IS_KEYS ? KEY_TERMS : 1); term++)
+                fetch_rows<IS_KEYS>(operands, base + term * params.keys.strides.head, key_tile,
+                                    to + term * KEY_TERM_BYTES);
         }
+    }
+
+    // Starts the copies of rows of a K tile. `base`: of the sequence and head.
+    template <bool IS_KEYS> __device__ __forceinline__ void fetch_rows(const TileOperands &operands, const Bits *base,
+                                                                       int key_tile, unsigned to) const {
+        constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
         typedef CopyPartition<DIM, TILE_KEYS> P;
-        const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
         long long stride = IS_KEYS ? params.keys.strides.token : params.values.strides.token,
                   block_stride = IS_KEYS ? params.keys.strides.batch : params.values.strides.batch;
         int dims = IS_KEYS ? params.head_dim : params.value_dim;

@@ -1,8 +1,8 @@
 // Copies keys and values into tensors of the queries' type, for the prefill kernels over elements. Codes are exact
 // there. Scales that heads share come later. Other scales of keys are copied beside them, and multiply scores. Values
 // with other scales, in blocks, or of another type are rounded, as probabilities are. Keys in blocks or of another type
-// become two elements each: a rounded one, and what rounding took. Only keys that some row sees are copied, and pages
-// become contiguous. A CTA per block of keys of a sequence, or of its values.
+// become two or three elements each: a rounded one, and what rounding took. Only keys that some row sees are copied,
+// and pages become contiguous. A CTA per block of keys of a sequence, or of its values.
 //
 // What is not exact is rounded to f16 as a multiple of a power of two, because f16 has a small range: `widen_units`
 // finds one for the keys of each sequence and head, and one for the values.
@@ -163,9 +163,9 @@ static __device__ __forceinline__ uint4 round_off(ElementType type, float (&valu
     return type == ElementType::F16 ? round_off<ElementType::F16>(values) : round_off<ElementType::BF16>(values);
 }
 
-// How often elements are rounded: copies are exact; or one element; or two that add up, in different heads: the second
-// is what rounding the first took.
-enum class Rounding { None, Once, Twice };
+// How often elements are rounded: copies are exact; or one element; or two or three that add up, in different heads:
+// each is what rounding those before it took.
+enum class Rounding { None, Once, Twice, Thrice };
 
 // The inverse of the unit of a head's keys, or values.
 static __device__ __forceinline__ float inverse_unit(const AttentionParameters &params, const WidenParameters &widening,
@@ -193,6 +193,7 @@ static __device__ __forceinline__ void copy_rows(const AttentionParameters &para
                                                  int start, int end) {
     constexpr int AT_ONCE = !ALIGNED ? 1 : STORAGE == Storage::Floats ? 2 : 4; // keys of a warp
     constexpr bool EXACT = ROUNDING == Rounding::None, IS_SCALED = !EXACT && STORAGE == Storage::Codes;
+    constexpr int TERMS = EXACT ? 1 : (int)ROUNDING;
     int item_bytes = stored_bytes(side.format), lane = threadIdx.x % 32;
     int per_head = (side.dims + CHUNK - 1) / CHUNK, chunks = per_head * params.kv_heads;
     bool is_nibble = side.format == CacheFormat::Q4_0;
@@ -229,7 +230,7 @@ static __device__ __forceinline__ void copy_rows(const AttentionParameters &para
                 }
             }
             float factor = EXACT ? 1.0f : inverse_unit(params, widening, side.of_keys, rows.sequence, head);
-            long long target = head * (ROUNDING == Rounding::Twice ? 2 : 1) * side.to.strides.head + dim;
+            long long target = head * TERMS * side.to.strides.head + dim;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 if (key + WARPS * i < start || key + WARPS * i >= end) continue;
@@ -244,8 +245,9 @@ static __device__ __forceinline__ void copy_rows(const AttentionParameters &para
                 } else {
                     float values[CHUNK];
                     to_floats(side.format, loaded[i], scale[i] * factor, values);
-                    *(uint4 *)copy = round_off(type, values);
-                    if (ROUNDING == Rounding::Twice) *(uint4 *)(copy + side.to.strides.head) = round_off(type, values);
+#pragma unroll
+                    for (int term = 0; term < TERMS; term++)
+                        *(uint4 *)(copy + term * side.to.strides.head) = round_off(type, values);
                 }
             }
         }
@@ -304,13 +306,15 @@ copy_block(const AttentionParameters &params, const WidenParameters &widening, c
 
     Side side(params, widening, cache, number % 2 == 0);
     ElementType type = cache.query_type;
-    Rounding of_keys = widening.key_terms > 1 ? Rounding::Twice : Rounding::None,
+    Rounding of_keys = widening.key_terms > 1 ? (Rounding)widening.key_terms : Rounding::None,
              of_values = widening.round_values ? Rounding::Once : Rounding::None;
     Rounding rounding = side.of_keys ? of_keys : of_values;
     with_form(widening, side, [&](auto form) {
         constexpr Storage STORAGE = form.storage;
         constexpr bool ALIGNED = form.aligned, CAN_BE_EXACT = STORAGE == Storage::Codes || STORAGE == Storage::Elements;
-        if (ROUNDS && rounding == Rounding::Twice)
+        if (ROUNDS && rounding == Rounding::Thrice)
+            copy_rows<Rounding::Thrice, STORAGE, ALIGNED>(params, widening, rows, side, type, first, start, end);
+        else if (ROUNDS && rounding == Rounding::Twice)
             copy_rows<Rounding::Twice, STORAGE, ALIGNED>(params, widening, rows, side, type, first, start, end);
         else if (ROUNDS && rounding == Rounding::Once)
             copy_rows<Rounding::Once, STORAGE, ALIGNED>(params, widening, rows, side, type, first, start, end);
