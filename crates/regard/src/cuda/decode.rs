@@ -113,6 +113,7 @@ type DecodeModule = (&'static Module, &'static DecodeConfig);
 pub(super) fn cache_of(problem: &Problem) -> Cache {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
     let largest_dim = problem.head_dim.max(problem.value_dim);
+    let largest_of_blocks = if problem.dtype == DType::BF16 { 512 } else { 256 };
     match (keys, values) {
         _ if problem.key_lists.is_some() && problem.dtype == DType::F32 => Cache::Any,
         // Keys in two parts.
@@ -122,11 +123,13 @@ pub(super) fn cache_of(problem: &Problem) -> Cache {
         // Codes are multiplied in f16, which is not enough for f32.
         _ if problem.dtype == DType::F32 => Cache::Any,
         _ if largest_dim > 512 => Cache::Any,
-        (DType::Q8_0, DType::Q8_0) => Cache::Q8_0,
-        (DType::Q4_0, DType::Q4_0) => Cache::Q4_0,
+        (DType::Q8_0, DType::Q8_0) if largest_dim <= largest_of_blocks => Cache::Q8_0,
+        (DType::Q4_0, DType::Q4_0) if largest_dim <= largest_of_blocks => Cache::Q4_0,
         _ if keys.is_code() && values.is_code() => Cache::Bytes,
         _ => match storage_of(problem, keys).zip(storage_of(problem, values)) {
-            Some(pair) if Cache::PAIRS.contains(&pair) => Cache::Pair(pair.0, pair.1),
+            Some(pair) if largest_dim <= 256 && Cache::PAIRS.contains(&pair) => {
+                Cache::Pair(pair.0, pair.1)
+            }
             _ => Cache::Any,
         },
     }

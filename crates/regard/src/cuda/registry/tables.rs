@@ -244,29 +244,35 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for blocks of `q8_0` or `q4_0`.
-    const fn decode_blocks(&self, blocks: Cache) -> [Module; 12] {
+    const fn decode_blocks(&self, blocks: Cache) -> [Module; 10] {
         [
             self.decode_cache(blocks, (64, 64), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 32, Specialized),
             self.decode_cache(blocks, (128, 128), 8, Specialized),
             self.decode_cache(blocks, (128, 128), 32, Specialized),
             self.decode_cache(blocks, (256, 256), 8, Specialized),
-            self.decode_cache(blocks, (512, 512), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 8, Fallback),
             self.decode_cache(blocks, (64, 64), 32, Fallback),
             self.decode_cache(blocks, (128, 128), 8, Fallback),
             self.decode_cache(blocks, (128, 128), 32, Fallback),
             self.decode_cache(blocks, (256, 256), 8, Fallback),
+        ]
+    }
+
+    /// The same for head dims to 512: in bf16 only, as models of such dims are.
+    const fn decode_wide_blocks(&self, blocks: Cache) -> [Module; 2] {
+        [
+            self.decode_cache(blocks, (512, 512), 8, Specialized),
             self.decode_cache(blocks, (512, 512), 8, Fallback),
         ]
     }
 
     /// The decode modules of a 16-bit type for keys of one class and values of another.
-    const fn decode_pairs(&self) -> [Module; 4 * Cache::PAIRS.len()] {
-        let mut modules = [self.decode_pair(0, 64); 4 * Cache::PAIRS.len()];
+    const fn decode_pairs(&self) -> [Module; 3 * Cache::PAIRS.len()] {
+        let mut modules = [self.decode_pair(0, 64); 3 * Cache::PAIRS.len()];
         let mut i = 0;
         while i < modules.len() {
-            modules[i] = self.decode_pair(i / 4, 64 << (i % 4));
+            modules[i] = self.decode_pair(i / 3, 64 << (i % 3));
             i += 1;
         }
         modules
@@ -485,10 +491,9 @@ impl Rows {
     }
 
     /// The prefill modules of a 16-bit type for caches in any format, for every GPU.
-    const fn prefill_any(&self) -> [Module; 4] {
+    const fn prefill_any(&self) -> [Module; 3] {
         let any = Cache::Any;
         [
-            self.prefill_cache(any, Fallback, 64, tile(128, 64), sm80(32, 1, 4, 2)),
             self.prefill_cache(any, Fallback, 128, tile(128, 64), sm80(32, 1, 2, 2)),
             self.prefill_cache(any, Fallback, 256, tile(64, 32), sm80(32, 2, 2, 2)),
             self.prefill_cache(any, Fallback, 576, tile(64, 16), sm80(16, 2, 1, 1)),
@@ -601,7 +606,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 47] = [
+const LISTS: [List; 49] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_lists()),
@@ -629,6 +634,8 @@ const LISTS: [List; 47] = [
     eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&BF16.decode_wide_blocks(Cache::Q8_0)),
+    eight_bit(&BF16.decode_wide_blocks(Cache::Q4_0)),
     eight_bit(&F16.decode_heads()),
     eight_bit(&BF16.decode_heads()),
     eight_bit(&F16.decode_pairs()),
