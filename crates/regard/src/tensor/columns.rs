@@ -60,6 +60,7 @@ impl<M: Memory> Tensor<'_, M> {
     }
 
     /// Elements `range` of dimension `dim`, which has as many.
+    #[cfg(feature = "cuda")]
     pub(crate) fn narrow_at(&self, dim: usize, range: &Range<usize>) -> Self {
         let (dims, bytes) = self.dims.narrow_at(dim, range);
         Tensor { data: self.data.wrapping_offset(bytes), dims, ..*self }
@@ -92,6 +93,7 @@ impl<M: Memory> TensorMut<'_, M> {
     }
 
     /// The same of dimension `dim`.
+    #[cfg(feature = "cuda")]
     pub(crate) fn narrow_at(&self, dim: usize, range: &Range<usize>) -> TensorMut<'_, M> {
         let (dims, bytes) = self.dims.narrow_at(dim, range);
         let data = self.data.wrapping_offset(bytes);
