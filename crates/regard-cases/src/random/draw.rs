@@ -461,11 +461,8 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
         5 | 6 => Numbers::Peaked,
         7 => Numbers::Outliers,
         // Kernels of f16 round probabilities to f16, whose smallest is 2^-24: that of a key whose
-        // value is 2^24 times as large as the others' is lost (docs/perf/cuda.md). Codes and blocks
-        // of such small values are 0, beside which decode loses probabilities below 2^-40.
-        8 if value && (spec.dtype == DType::F16 || spec.value_dtype() != spec.dtype) => {
-            Numbers::Spread(10)
-        }
+        // value is 2^24 times as large as the others' is lost (docs/perf/cuda.md).
+        8 if value && spec.dtype == DType::F16 => Numbers::Spread(10),
         8 => Numbers::Spread(24),
         _ => Numbers::Normal,
     };
