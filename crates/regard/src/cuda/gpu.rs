@@ -590,8 +590,8 @@ impl Run<'_> {
     /// Queues the launches that make the tile maps of the mask, one for each kernel's tiles.
     unsafe fn map_mask(&self) -> Result<(), Error> {
         let Run { launches, ref problem, inputs, outputs, workspace, .. } = *self;
-        let calls = launch::choose_prefill(problem, launches, inputs, outputs, workspace);
-        let Some(call) = calls.first() else { return Ok(()) };
+        let mut calls = launch::choose_prefill(problem, launches, inputs, outputs, workspace);
+        let Some(call) = calls.next() else { return Ok(()) };
         let prefill = call.plan;
         let map = |kernel| mask_map::tile_map(prefill, kernel, problem, inputs);
         let specialized = map(&prefill.specialized);

@@ -170,8 +170,8 @@ pub fn tile_map(
         return Ok(None);
     }
     // With a mask, all heads are one call.
-    let calls = choose_prefill(&problem, launches, inputs, outputs, 0);
-    Ok(calls.first().and_then(|call| call.tile_map))
+    let mut calls = choose_prefill(&problem, launches, inputs, outputs, 0);
+    Ok(calls.next().and_then(|call| call.tile_map))
 }
 
 /// Loads that keys and values allow to a decode kernel's module.
@@ -345,21 +345,27 @@ pub(super) fn decode_call(
 
 /// The prefill calls of a plan for these operands, in order: over copies of keys and values, of
 /// some heads each, if there is one for their scales; else one over the cache. None if all
-/// sequences run in decode.
+/// sequences run in decode. (Nothing is allocated: steps of an engine must not.)
 pub(super) fn choose_prefill<'a>(
     problem: &Problem,
     launches: &'a Launches,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
-) -> Vec<PrefillCall<'a>> {
-    let Some(prefill) = &launches.prefill else { return Vec::new() };
+) -> impl Iterator<Item = PrefillCall<'a>> {
     let on_copies = launches.widened.as_ref().and_then(|widened| {
-        let part = |heads| HeadCall::new(problem, inputs, outputs, &heads);
-        let parts = widened.parts(problem, inputs)?.map(part);
-        parts.map(|part| call_on_copies(widened, &part, workspace)).collect()
+        let parts = widened.parts(problem, inputs)?;
+        let call = move |heads| {
+            let part = HeadCall::new(problem, inputs, outputs, &heads);
+            call_on_copies(widened, &part, workspace)
+        };
+        // The kernel may take the operands of some heads only.
+        parts.clone().all(|heads| call(heads).is_some()).then(|| parts.filter_map(call))
     });
-    on_copies.unwrap_or_else(|| vec![prefill_call(problem, prefill, inputs, outputs, workspace)])
+    let on_cache = launches.prefill.as_ref().filter(|_| on_copies.is_none());
+    let on_cache =
+        on_cache.map(|prefill| prefill_call(problem, prefill, inputs, outputs, workspace));
+    on_copies.into_iter().flatten().chain(on_cache)
 }
 
 /// The prefill call for some heads, over copies of their keys and values.

@@ -352,7 +352,7 @@ impl Widened {
         &self,
         problem: &Problem,
         inputs: &Inputs<DeviceMemory>,
-    ) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
+    ) -> Option<impl Iterator<Item = Range<usize>> + Clone + use<>> {
         if problem.kv_len == 0 || inputs.k.is_empty() {
             return None;
         }
