@@ -148,7 +148,7 @@ fn the_parts_of_many_rows_are_combined_by_a_kernel_of_their_own() {
 }
 
 #[test]
-fn a_plan_for_more_keys_copies_in_as_few_parts_as_the_keys_of_a_run_need() {
+fn a_run_of_fewer_keys_copies_in_fewer_parts() {
     let h200 = "h200".parse::<Machine>().unwrap();
     let call = |keys: usize| {
         let scales = Some(tensor(8, DType::F32, &[1, 1, 8]));

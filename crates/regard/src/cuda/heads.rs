@@ -1,6 +1,7 @@
 //! Some heads of a call, as a call of its own: every head is attended to by itself.
 
 use super::DeviceMemory;
+use super::work::with_heads;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::tensor::Tensor;
 use crate::variant::Attention;
@@ -51,8 +52,7 @@ impl<'a> HeadCall<'a> {
             out: out.narrow_at(out.rank() - 2, &query_heads),
             lse: lse.as_ref().map(|lse| lse.narrow_at(lse.rank() - 1, &query_heads)),
         };
-        let (kv_heads, query_heads) = (heads.len(), query_heads.len());
-        HeadCall { problem: Problem { kv_heads, query_heads, ..problem.clone() }, inputs, outputs }
+        HeadCall { problem: with_heads(problem, heads.len()), inputs, outputs }
     }
 }
 

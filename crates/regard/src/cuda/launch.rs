@@ -354,13 +354,15 @@ pub(super) fn choose_prefill<'a>(
     workspace: u64,
 ) -> impl Iterator<Item = PrefillCall<'a>> {
     let on_copies = launches.widened.as_ref().and_then(|widened| {
-        let parts = widened.parts(problem, inputs)?;
+        let mut parts = widened.parts(problem, inputs)?;
         let call = move |heads| {
             let part = HeadCall::new(problem, inputs, outputs, &heads);
             call_on_copies(widened, &part, workspace)
         };
+        let first = call(parts.next()?)?;
         // The kernel may take the operands of some heads only.
-        parts.clone().all(|heads| call(heads).is_some()).then(|| parts.filter_map(call))
+        let takes_others = parts.clone().all(|heads| call(heads).is_some());
+        takes_others.then(|| std::iter::once(first).chain(parts.filter_map(call)))
     });
     let on_cache = launches.prefill.as_ref().filter(|_| on_copies.is_none());
     let on_cache =

@@ -217,8 +217,6 @@ pub struct Prefill {
 #[doc(hidden)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Widened {
-    /// Key/value heads that are copied at a time; prefill attends to these before the next.
-    pub heads_at_once: usize,
     /// The launch that makes the copies: a CTA per block of keys, and of values.
     pub rounded: Launch,
     /// The same if no copy is rounded, where that can be.

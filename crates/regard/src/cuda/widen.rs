@@ -13,6 +13,7 @@
 
 use super::prefill;
 use super::registry::{Cache, Family};
+use super::work::with_heads;
 use super::{Launch, Prefill, PrefillKernel, Widened};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
@@ -99,11 +100,6 @@ fn copy_bytes(problem: &Problem, tokens: usize, terms: usize) -> [usize; 2] {
     [bytes(terms * problem.kv_heads, problem.head_dim), bytes(problem.kv_heads, problem.value_dim)]
 }
 
-/// The problem of some of the heads.
-fn with_heads(problem: &Problem, kv_heads: usize) -> Problem {
-    Problem { kv_heads, query_heads: kv_heads * problem.group(), ..problem.clone() }
-}
-
 /// Heads whose copies are small enough together: about as many each time, if not all of them.
 /// `None` if those of one head are too large, or all are needed.
 fn heads_at_once(problem: &Problem, terms: usize, facts: &CudaFacts) -> Option<usize> {
@@ -159,8 +155,7 @@ pub(super) fn select(
     let cache = extended.map_or(Cache::Elements, |[kernel, _]| kernel.cache);
     let terms = cache.key_terms();
     // From here on those of one part.
-    let heads_at_once = heads_at_once(problem, terms, facts)?;
-    let problem = &with_heads(problem, heads_at_once);
+    let problem = &with_heads(problem, heads_at_once(problem, terms, facts)?);
     let on_copy = widened(problem);
     let [key_bytes, value_bytes] = copy_bytes(problem, planned_tokens(problem), terms);
     let heads = problem.batch.checked_mul(problem.kv_heads)?;
@@ -204,7 +199,6 @@ pub(super) fn select(
     let can_be_exact = is_exact(problem.key_dtype) && is_exact(problem.value_dtype);
     let exact = can_be_exact.then_some(Launch { entry: "widen", ..rounded });
     Some(Widened {
-        heads_at_once,
         rounded,
         exact,
         units,
@@ -715,7 +709,10 @@ mod tests {
     #[test]
     fn large_copies_are_made_in_parts() {
         let over = |kv_len| Problem { batch: 1, kv_len, ..base() };
-        let heads = |problem: &Problem| Some(launches(problem, "h200").widened?.heads_at_once);
+        let heads = |problem: &Problem| {
+            let widened = launches(problem, "h200").widened?;
+            Some((widened.scales_at - widened.values_at) / (problem.kv_len * 128 * 2))
+        };
         assert_eq!(
             [256_000, 256_001, 600_000].map(|len| heads(&over(len))),
             [Some(8), Some(4), Some(3)]

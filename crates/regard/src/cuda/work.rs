@@ -39,6 +39,11 @@ pub(super) fn page_aligned_16(problem: &Problem) -> bool {
     }
 }
 
+/// The problem of that many key/value heads of it.
+pub(super) fn with_heads(problem: &Problem, kv_heads: usize) -> Problem {
+    Problem { kv_heads, query_heads: kv_heads * problem.group(), ..problem.clone() }
+}
+
 /// The problem as a kernel sees it whose tiles have several adjacent key/value heads: these are one
 /// head with the rows of all.
 pub(super) fn joined_heads(problem: &Problem, tile_heads: usize) -> Cow<'_, Problem> {
