@@ -39,6 +39,7 @@ compile() {
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
     [ "$source" = append.cu ] && kind=-DAPPEND
     [ "$source" = widen.cu ] && kind=-DWIDEN
+    [ "$source" = combine_splits.cu ] && kind=-DCOMBINE_SPLITS
     [ "$source" = decode.cu ] && kind=-DDECODE
     [ "$source" = decode_pages.cu ] && kind=-DDECODE_PAGES
     [ "$source" = decode_wgmma_sm90.cu ] && kind=-DDECODE_WGMMA
@@ -48,7 +49,7 @@ compile() {
 }
 export -f compile
 export folder
-cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|prefix_|mask_map|append|widen)/' | grep -E "^($modules) " |
+cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|prefix_|mask_map|append|widen|combine_splits)/' | grep -E "^($modules|combine_splits) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
 # One process a part, as many at once as there are cores: the emulation is one thread.

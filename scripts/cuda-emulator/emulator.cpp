@@ -43,6 +43,9 @@
 #include "prefill/mask_map.cu"
 #define THREADS 256
 #define SHARED_BYTES 16
+#elif defined(COMBINE_SPLITS)
+#include "prefill/combine_splits.cu"
+#define SHARED_BYTES 16
 #elif defined(HOPPER)
 #include "hopper/hopper.cuh"
 #include HOPPER
@@ -106,6 +109,8 @@ static void call_kernel() {
     widen(*launch->attention, *launch->widening, *launch->cache);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
+#elif defined(COMBINE_SPLITS)
+    combine_splits(*launch->attention, *launch->prefill);
 #elif defined(HOPPER) && !PREFIX
     prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
 #elif PREFIX

@@ -77,6 +77,8 @@ Graph *captured = nullptr; // where launches go while a stream is captured
 
 bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entry == "prefix" || entry == "merge_prefix"; }
 
+bool is_of_prefill(const std::string &entry) { return entry == "prefill" || entry == "mask_map" || entry == "combine_splits"; }
+
 bool is_of_widen(const std::string &entry) { return entry == "widen" || entry == "widen_rounded" || entry == "widen_units"; }
 
 bool is_of_decode(const std::string &entry) { return entry == "decode" || entry == "combine" || entry == "schedule_ctas"; }
@@ -104,10 +106,14 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
-    if (function.emulated && (entry == "prefill" || entry == "mask_map" || is_of_decode(entry))) {
+    // There are partial states to combine only if prefill was emulated: else it attended to all keys at once.
+    static bool leaves_partials = false;
+    if (entry == "prefill") leaves_partials = function.emulated != nullptr;
+    if (entry == "combine_splits" && !leaves_partials) return;
+    if (function.emulated && (is_of_prefill(entry) || is_of_decode(entry))) {
         EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "combine", entry == "schedule_ctas"};
         // Kernels of prefill take tiles from a counter: two blocks (or clusters of them), so that they share it.
-        bool fixed = is_of_decode(entry);
+        bool fixed = is_of_decode(entry) || entry == "combine_splits";
         emulated.blocks[0] = fixed ? launch.blocks[0] : 2;
         emulated.blocks[1] = fixed ? launch.blocks[1] : 1;
         emulated.threads = launch.threads;
@@ -158,7 +164,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     const std::string &entry = launch.function->entry;
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
     if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
-    if (is_of_decode(entry) || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    if (is_of_decode(entry) || is_of_prefill(entry)) launch.attention = *(const AttentionParameters *)arguments[0];
     if (is_of_prefix(entry)) {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.prefix = *(const PrefixParameters *)arguments[1];
@@ -184,7 +190,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
         launch.cache.rest = tensor_of(launch.rest_map);
         if (!expect_latent(launch.attention, launch.maps.key, launch.rest_map)) return 1;
     }
-    if (entry == "prefill" || entry == "mask_map") {
+    if (is_of_prefill(entry)) {
         launch.prefill = *(const PrefillParameters *)arguments[1];
         if (launch.function->has_cache) launch.cache = {*(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2]};
         bool sound = expect_sound(launch.attention, launch.prefill) && expect_scales(launch.prefill, launch.cache, launch.function->has_cache);

@@ -90,8 +90,9 @@ inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t
     std::memcpy(&query, &maps.query, sizeof(query));
     return is_map_of(maps.query, elements, p.query.pointer, p.head_dim, heads, p.query.strides, "map of queries") &&
            expect_kv_maps(p, t, maps, cache, as_rows) &&
-           is_map_of(maps.out, elements, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output") &&
-           expect(p.cu_seqlens_q || query.dims[3] == (unsigned)p.batch, "sequences of the queries") && expect(p.scale > 0 && !p.out_f32, "what it takes");
+           (p.out_f32 || is_map_of(maps.out, elements, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output")) &&
+           expect(p.cu_seqlens_q || query.dims[3] == (unsigned)p.batch, "sequences of the queries") &&
+           expect(p.scale > 0 && (!p.out_f32 || p.out_aligned), "what it takes") && expect(t.splits.count == 1 << t.splits.shift, "splits of keys");
 }
 
 inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &t) {

@@ -170,6 +170,8 @@ fn fallback_modules_accept_everything() {
             Feature::TwoParts => name.starts_with("prefill") || !name.contains("_any_"),
             // Copies are read by other modules.
             Feature::HeadParts => true,
+            // With WGMMA only.
+            Feature::KeySplits => true,
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,

@@ -336,8 +336,27 @@ parameters! {
         /// From head to head, in elements: keys, rounded up to a K tile.
         stride: i64,
     }
-    /// Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask, and
-    /// scales of codes that were widened.
+    /// Workspace: partial states of prefill, where the keys of a tile are split.
+    KeySplits {
+        /// Unnormalized outputs of the rows over the first split, f32.
+        out: RowTensor,
+        /// Their maxima and sums, pairs of f32.
+        states: RowTensor,
+        /// From the outputs over one split to those over the next, in elements.
+        out_stride: i64,
+        /// From states to states, likewise.
+        state_stride: i64,
+        /// Splits, a power of two; 1 if keys are not split, and there are no partial states.
+        count: i32,
+        /// log2 of them.
+        shift: i32,
+        /// Type of the output.
+        out_type: ElementType,
+        /// Unused, so that no compiler pads.
+        unused: i32,
+    }
+    /// Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask,
+    /// scales of codes that were widened, and splits of the keys.
     PrefillParameters {
         /// Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
         counters: u64,
@@ -349,6 +368,8 @@ parameters! {
         value_scales: HeadScales,
         /// Scales of single keys, for the fallback kernels with WGMMA.
         each_key: KeyScales,
+        /// Splits of the keys of each tile, for kernels with WGMMA at head dims up to 256.
+        splits: KeySplits,
         /// Tiles in all if the host knows that all query lengths are equal; else 0.
         tiles: i64,
         /// Row tiles of each (sequence, query head), where `tiles` is given.
@@ -624,7 +645,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 26] = [
+const CUDA: [Layout; 27] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -641,6 +662,7 @@ const CUDA: [Layout; 26] = [
     AttentionParameters::LAYOUT,
     HeadScales::LAYOUT,
     KeyScales::LAYOUT,
+    KeySplits::LAYOUT,
     PrefillParameters::LAYOUT,
     WidenParameters::LAYOUT,
     PrefixGroup::LAYOUT,

@@ -81,6 +81,7 @@ fn options(kind: &str, bytes: usize) -> LzmaOptions {
         (options.nice_len, options.depth_limit) = (128, 1000);
     } else {
         (options.lc, options.lp, options.pb) = (0, 4, 4);
+        options.nice_len = 128; // 0.5%
     }
     options
 }

@@ -279,10 +279,10 @@ fn types(module: &Module, element: Element) -> Vec<Types> {
             mixed(DType::F16, DType::F32),
             mixed(DType::F32, DType::BF16),
         ],
-        Cache::Mla656 => vec![CacheSpec {
-            v: Some(DType::Mla656Latent),
-            ..both(DType::Mla656, Granularity::Token)
-        }],
+        Cache::Mla656 => vec![
+            CacheSpec { v: Some(DType::Mla656Latent), ..both(DType::Mla656, Granularity::Token) },
+            both(DType::E4M3, Granularity::Tensor),
+        ],
         Cache::Q8_0 => vec![both(DType::Q8_0, Granularity::Head)],
         Cache::Q4_0 => vec![both(DType::Q4_0, Granularity::Head)],
         Cache::Pair(keys, values) => {
@@ -359,6 +359,8 @@ impl Backend for Cuda {
             machines: self.machines.clone(),
         };
         subjects.push(utility(Family::MaskMap, vec![Types::same(DType::BF16)]));
+        let types = [DType::BF16, DType::F16].map(Types::same);
+        subjects.push(utility(Family::CombineSplits, types.to_vec()));
         let of = |queries, cache| Types { queries, cache };
         let head = Granularity::Head;
         subjects.push(utility(
@@ -460,18 +462,24 @@ pub fn used(
         of_run = of_run.with(Feature::Beside);
     }
     let busy = |entry| match entry {
-        "prefill" | "mask_map" | "widen" | "widen_rounded" | "widen_units" => prefills,
+        "prefill" | "mask_map" | "widen" | "widen_rounded" | "widen_units" | "combine_splits" => {
+            prefills
+        }
         _ => decodes,
     };
     if queued.clone().filter(|(_, entry)| *entry == "prefill").count() > 1 {
         of_run = of_run.with(Feature::HeadParts);
     }
-    let combines = queued.clone().any(|(_, entry)| entry == "combine");
-    let named =
-        queued.filter(|(_, entry)| *entry != "combine" && busy(entry)).map(|(module, entry)| {
-            let of_run =
-                if combines && entry == "decode" { of_run.with(Feature::Combine) } else { of_run };
-            (module.to_string(), of_run)
-        });
+    let runs = |name| queued.clone().any(|(_, entry)| entry == name);
+    let (combines, splits) = (runs("combine"), runs("combine_splits"));
+    let kernels = queued.filter(|(_, entry)| *entry != "combine" && busy(entry));
+    let named = kernels.map(|(module, entry)| {
+        let of_run = match entry {
+            "decode" if combines => of_run.with(Feature::Combine),
+            "prefill" if splits => of_run.with(Feature::KeySplits),
+            _ => of_run,
+        };
+        (module.to_string(), of_run)
+    });
     named.collect()
 }

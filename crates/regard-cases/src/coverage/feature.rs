@@ -95,6 +95,7 @@ features! {
     Beside "prefill-beside-decode" "Long sequences and short ones in one run.";
     Combine "combine" "Parts of tiles are combined by a kernel of their own.";
     HeadParts "head-parts" "Some heads' keys and values are copied and read before the next ones'.";
+    KeySplits "key-splits" "Several thread blocks of prefill share the keys of a tile.";
 }
 
 impl fmt::Display for Feature {
@@ -177,7 +178,8 @@ impl fmt::Display for Features {
 }
 
 /// The features that a description has by itself. Exact head dims, [`Feature::Beside`],
-/// [`Feature::Combine`] and [`Feature::HeadParts`] depend on the kernel that runs it.
+/// [`Feature::Combine`], [`Feature::HeadParts`] and [`Feature::KeySplits`] depend on the kernel
+/// that runs it.
 pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
     let MaxLens { queries, keys } = spec.max_lens();
@@ -252,7 +254,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         SeveralTokens => queries > 1,
         GroupedHeads => spec.query_heads > spec.kv_heads,
         ManyKeys => keys >= MANY_KEYS,
-        ExactDims | PaddedDims | Beside | Combine | HeadParts => false,
+        ExactDims | PaddedDims | Beside | Combine | HeadParts | KeySplits => false,
     };
     Feature::ALL
         .into_iter()
@@ -327,7 +329,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         }
         // Features of the base, of the kernel that runs it, or of the outputs.
         ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Combine
-        | HeadParts | Lse => false,
+        | HeadParts | KeySplits | Lse => false,
     };
     possible.then_some(spec)
 }

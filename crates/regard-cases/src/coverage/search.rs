@@ -410,5 +410,6 @@ fn is_of_run(feature: Feature) -> bool {
             | Beside
             | Combine
             | HeadParts
+            | KeySplits
     )
 }

@@ -28,6 +28,7 @@ pub(super) fn caches() -> Vec<Spec> {
         packed_blocks(),
         converted_tiles(),
         copies(),
+        padded_blocks(),
         features(),
         numbers(),
     ]
@@ -322,6 +323,36 @@ fn copies() -> Vec<Spec> {
                     ..Spec::new(format!("caches/copied-{way}-{k}-{v}-{dims}-{dtype}-{c}"))
                         .lengths(&[(230, 203), (230, 31), (230, 300), (230, 90)])
                         .heads(8, 1)
+                        .dims(dims, dims)
+                        .dtype(dtype)
+                });
+            }
+        }
+    }
+    specs
+}
+
+/// Blocks of head dims that no kernel is made for, whose rows start at multiples of two bytes or of
+/// four, and in small pages; from one row to several tiles.
+fn padded_blocks() -> Vec<Spec> {
+    let mut specs = Vec::new();
+    for (i, dims) in [32, 96, 160, 192, 320, 384].into_iter().enumerate() {
+        for (j, format) in [DType::Q8_0, DType::Q4_0].into_iter().enumerate() {
+            for (k, rows) in [1, 9, 40].into_iter().enumerate() {
+                let dtype = [DType::BF16, DType::F16][(i + j + k) % 2];
+                let keys = [Keys::Batched { slack: 2 }, Keys::Ragged { slack: 1 }];
+                let pages =
+                    [1, 16, 3, 8].map(|block_size| Keys::Paged { block_size, interleaved: false });
+                let spec = Spec::new(format!("caches/padded-{format}-{dims}-{rows}-{dtype}"));
+                specs.push(Spec {
+                    keys: [keys[0], pages[0], keys[1], pages[1], pages[2], pages[3]]
+                        [(i + j + 2 * k) % 6],
+                    causal: k > 0,
+                    lse: k == 1,
+                    cache: CacheSpec::new(format, Granularity::Head, Scales::Fitted),
+                    ..spec
+                        .lengths(&[(rows, 133), (rows, 47)])
+                        .heads(6, 3)
                         .dims(dims, dims)
                         .dtype(dtype)
                 });

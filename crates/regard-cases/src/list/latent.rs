@@ -54,6 +54,7 @@ pub(super) fn caches() -> Vec<Spec> {
         }
     }
     specs.extend(rows_of_656_bytes());
+    specs.extend(tiles_of_rows(DType::E4M3, Granularity::Tensor));
     specs
 }
 
@@ -104,7 +105,7 @@ fn rows_of_656_bytes() -> Vec<Spec> {
             )
         });
     }
-    specs.extend(tiles_of_656_bytes());
+    specs.extend(tiles_of_rows(DType::Mla656, Granularity::Token));
     let featured = mla656("latent/mla656-features".into(), DType::BF16, 512);
     specs.push(Spec {
         keys: paged(16),
@@ -124,16 +125,19 @@ fn rows_of_656_bytes() -> Vec<Spec> {
     specs
 }
 
-/// bf16 queries over rows of `mla656`: tiles of 16, 64 and 128 rows, full and not, over keys of
-/// several K tiles and over lists of them.
-fn tiles_of_656_bytes() -> Vec<Spec> {
-    let heads = [(1, 1), (16, 1), (17, 1), (64, 1), (72, 1), (130, 1), (40, 2)];
+/// bf16 queries over rows of `mla656`, or of codes that have one scale: tiles of 16, 64 and 128
+/// rows, full and not, over keys of several K tiles and over lists of them.
+fn tiles_of_rows(format: DType, granularity: Granularity) -> Vec<Spec> {
+    let few = if format == DType::Mla656 { 1 } else { 9 };
+    let heads = [(few, 1), (16, 1), (17, 1), (64, 1), (72, 1), (130, 1), (40, 2)];
     let keys = [paged(1), Keys::Batched { slack: 3 }, paged(32), Keys::Ragged { slack: 2 }];
     let mut specs = Vec::new();
     for (i, (query_heads, kv_heads)) in heads.into_iter().enumerate() {
         let spec = |name: &str| {
-            let name = format!("latent/mla656-{name}-{query_heads}-{kv_heads}");
-            let spec = mla656(name, DType::BF16, 512).heads(query_heads, kv_heads);
+            let name = format!("latent/{format}-{name}-{query_heads}-{kv_heads}");
+            let spec = Spec::new(name).latent(576, 512).dtype(DType::BF16);
+            let cache = CacheSpec::new(format, granularity, Scales::Fitted);
+            let spec = spec.cache(cache).heads(query_heads, kv_heads);
             Spec { lse: i % 2 == 0, sinks: i % 3 == 0, ..spec }
         };
         specs.push(Spec {

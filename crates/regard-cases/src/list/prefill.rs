@@ -20,6 +20,7 @@ pub(super) fn prefill() -> Vec<Spec> {
     specs.extend(storages());
     specs.extend(steps());
     specs.extend(short_windows());
+    specs.extend(few_tiles());
     // Rows that cannot be copied in units of 16 bytes.
     for (i, padding) in [1, 4].into_iter().enumerate() {
         let spec =
@@ -46,6 +47,56 @@ fn around_tiles() -> Vec<Spec> {
                 Spec::new(name).lengths(&[(q_len, kv_len)]).heads(2, 1).dims(head_dim, value_dim);
             specs.push(Spec { causal, ..spec.dtype(dtype) });
         }
+    }
+    specs
+}
+
+/// Few rows over many keys, with every feature that changes which of them a row sees: kernels may
+/// split these keys.
+fn few_tiles() -> Vec<Spec> {
+    let broadcast = [true, true, false, false];
+    let mask = |dtype, hide| Some(MaskSpec { dtype, hide, broadcast });
+    type Change = fn(&mut Spec);
+    let changes: [(&str, Change); 12] = [
+        ("plain", |_| ()),
+        ("causal", |spec| spec.causal = true),
+        ("window", |spec| spec.window = window(Some(1500), Some(0))),
+        ("chunk", |spec| spec.chunk = Some(1700)),
+        ("softcap", |spec| spec.softcap = Some(20.0)),
+        ("alibi", |spec| spec.alibi = true),
+        ("sinks", |spec| spec.sinks = true),
+        ("out-f32", |spec| spec.out_dtype = DType::F32),
+        ("offset", |spec| {
+            spec.causal = true;
+            spec.offset = OffsetSpec::PerSequence(vec![300, 1900]);
+        }),
+        ("ragged", |spec| {
+            spec.causal = true;
+            spec.ragged_queries = true;
+            spec.keys = Keys::Ragged { slack: 3 };
+        }),
+        ("pages-of-16", |spec| spec.keys = paged(16)),
+        ("pages-of-1", |spec| spec.keys = paged(1)),
+    ];
+    let mut specs = Vec::new();
+    for (i, (name, change)) in changes.into_iter().enumerate() {
+        for (j, dtype) in [DType::BF16, DType::F16].into_iter().enumerate() {
+            let dims = [128, 64, 256, 96][(i + j) % 4];
+            let spec = Spec::new(format!("prefill/few-tiles-{name}-{dims}-{dtype}"));
+            let spec = spec.lengths(&[(70, 2100), ([70, 131][j], 1300)]).heads(2, 1);
+            let mut spec = Spec { lse: i % 2 == j, ..spec.dims(dims, dims).dtype(dtype) };
+            change(&mut spec);
+            specs.push(spec);
+        }
+    }
+    for (name, dtype, hide) in [
+        ("bool", DType::Bool, Hide::Blocks),
+        ("f32", DType::F32, Hide::Infinite),
+        ("bf16", DType::BF16, Hide::Blocks),
+    ] {
+        let spec = Spec::new(format!("prefill/few-tiles-mask-{name}")).lengths(&[(70, 2100)]);
+        let spec = spec.heads(2, 1).dims(128, 128).dtype(DType::BF16);
+        specs.push(Spec { mask: mask(dtype, hide), lse: true, ..spec });
     }
     specs
 }

@@ -113,7 +113,10 @@ type DecodeModule = (&'static Module, &'static DecodeConfig);
 pub(super) fn cache_of(problem: &Problem) -> Cache {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
     let largest_dim = problem.head_dim.max(problem.value_dim);
-    let largest_of_blocks = if problem.dtype == DType::BF16 { 512 } else { 256 };
+    let (largest_of_blocks, largest_of_pairs) = match problem.dtype {
+        DType::BF16 => (512, 256),
+        _ => (256, 128),
+    };
     match (keys, values) {
         _ if problem.key_lists.is_some() && problem.dtype == DType::F32 => Cache::Any,
         // Keys in two parts.
@@ -127,7 +130,7 @@ pub(super) fn cache_of(problem: &Problem) -> Cache {
         (DType::Q4_0, DType::Q4_0) if largest_dim <= largest_of_blocks => Cache::Q4_0,
         _ if keys.is_code() && values.is_code() => Cache::Bytes,
         _ => match storage_of(problem, keys).zip(storage_of(problem, values)) {
-            Some(pair) if largest_dim <= 256 && Cache::PAIRS.contains(&pair) => {
+            Some(pair) if largest_dim <= largest_of_pairs && Cache::PAIRS.contains(&pair) => {
                 Cache::Pair(pair.0, pair.1)
             }
             _ => Cache::Any,
@@ -263,6 +266,7 @@ pub(super) fn decode_launch(
         start_units: grid.start_units as i32,
         exact_dims: kernel.exact_dims,
         cache: kernel.cache,
+        lists_pages: false,
         combine,
         schedule: None,
     };

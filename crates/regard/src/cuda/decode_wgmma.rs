@@ -65,6 +65,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         start_units: start_units as i32,
         exact_dims: true,
         cache: config.cache,
+        lists_pages: false,
         combine,
         schedule: None,
     };

@@ -666,6 +666,7 @@ impl Run<'_> {
         let maps = call.maps.map(|maps| self.tensor_maps(&maps, call.stored)).transpose()?;
         // Loaded before anything is queued, so that a failure leaves nothing queued.
         let function = self.gpu.function(&call.kernel.launch)?;
+        call.combine.map_or(Ok(()), |combine| self.gpu.function(&combine).map(|_| ()))?;
         let mut arguments = [
             argument(&call.attention),
             argument(&call.parameters),
@@ -689,7 +690,11 @@ impl Run<'_> {
         let launch = call.kernel.launch.with_ctas(call.ctas);
         // SAFETY: the kernel reads these parameters, and maps if it is one that does; the caller
         // has promised the rest.
-        unsafe { self.gpu.launch(function, &launch, &mut arguments[..count], self.stream) }
+        unsafe { self.gpu.launch(function, &launch, &mut arguments[..count], self.stream)? };
+        call.combine.map_or(Ok(()), |combine| {
+            // SAFETY: it reads the first two; the caller has promised the rest.
+            unsafe { self.launch(&combine, &mut arguments[..2]) }
+        })
     }
 
     /// Queues one of the kernels for prefix groups.
@@ -764,16 +769,12 @@ impl Run<'_> {
         Ok([driver::encode("k", dtype, &maps.keys)?, driver::encode(rest, dtype, &maps.rest)?])
     }
 
-    /// Encodes tensor maps with the driver.
-    fn tensor_maps(
-        &self,
-        maps: &launch::Maps,
-        [key_dtype, value_dtype]: [DType; 2],
-    ) -> Result<TensorMaps, Error> {
+    /// Encodes tensor maps with the driver. `stored`: the types of keys and values.
+    fn tensor_maps(&self, maps: &launch::Maps, stored: [DType; 2]) -> Result<TensorMaps, Error> {
         let dtype = self.problem.dtype;
+        let [key_dtype, value_dtype] = if maps.as_bytes { [DType::I8; 2] } else { stored };
         self.gpu.bind()?;
         let encode = |argument, dtype, map: &Option<_>| match map {
-            Some(map) if maps.as_bytes => driver::encode(argument, DType::I8, map),
             Some(map) => driver::encode(argument, dtype, map),
             None => Ok(TensorMap([0; 128])),
         };
@@ -781,7 +782,7 @@ impl Run<'_> {
             query: driver::encode("q", dtype, &maps.query)?,
             key: encode("k", key_dtype, &maps.key)?,
             value: encode("v", value_dtype, &maps.value)?,
-            out: driver::encode("out", dtype, &maps.out)?,
+            out: encode("out", dtype, &maps.out)?,
         })
     }
 }

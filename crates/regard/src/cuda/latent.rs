@@ -5,7 +5,7 @@ use super::work::{combine, packed_rows, start_units, tiles};
 use super::{COUNTER_BYTES, Decode, HopperDecode, Launch, PREFILL_COUNTER_BYTES};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;
-use crate::problem::{KvStorage, Problem, QueryStorage};
+use crate::problem::{KeyLists, KvStorage, ListEntries, Problem, QueryStorage};
 use crate::variant::Values;
 
 /// Keys per K tile: units of work, and the maximum keys per TMA box.
@@ -71,10 +71,32 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecod
         start_units: start_units as i32,
         exact_dims: true,
         cache: config.cache,
+        lists_pages: false,
         combine,
         schedule: None,
     };
     Some(HopperDecode { decode, workspace_bytes: partials_end })
+}
+
+/// The same for pages that are smaller than TMA boxes: modules for lists of keys read the page
+/// table of each sequence as the list of its one row, which sees all of its keys.
+pub(super) fn select_small_pages(problem: &Problem, facts: &CudaFacts) -> Option<HopperDecode> {
+    let KvStorage::Paged { .. } = problem.keys else { return None };
+    let sees_all =
+        problem.variant.window.left.is_none() && problem.queries == QueryStorage::Batched;
+    let is_whole = problem.key_lists.is_none() && problem.prefix_groups == 0;
+    if problem.query_len != 1 || !sees_all || !is_whole {
+        return None;
+    }
+    let lists = KeyLists {
+        len: problem.kv_len,
+        per_head: false,
+        entries: ListEntries::Slots,
+        second: None,
+    };
+    let listed = Problem { key_lists: Some(lists), ..problem.clone() };
+    let found = select(&listed, facts)?;
+    Some(HopperDecode { decode: Decode { lists_pages: true, ..found.decode }, ..found })
 }
 
 /// CTAs per tile that combine partial states: each has a slice of a row, a row, or several rows
@@ -96,6 +118,15 @@ fn row_threads(config: &DecodeConfig) -> usize {
     config.operands.value_dim / 4
 }
 
+/// Whether keys are rows of `e4m3` codes, which the modules for records of `mla656` take too: of
+/// one head, which has one scale; in one tensor, and without lists into a second cache, whose keys
+/// have a scale of their own.
+fn are_e4m3_rows(problem: &Problem) -> bool {
+    let has_second = problem.key_lists.is_some_and(|lists| lists.second.is_some());
+    let is_alone = problem.kv_heads == 1 && problem.rotary_dim == 0 && !has_second;
+    problem.key_dtype == DType::E4M3 && is_alone
+}
+
 /// Bytes of a key in memory.
 fn key_bytes(problem: &Problem) -> usize {
     problem.head_dim / problem.key_dtype.values() * problem.key_dtype.size()
@@ -105,6 +136,7 @@ fn key_bytes(problem: &Problem) -> usize {
 fn cache_of(problem: &Problem) -> Option<Cache> {
     match problem.key_dtype {
         DType::Mla656 => Some(Cache::Mla656),
+        DType::E4M3 if are_e4m3_rows(problem) => Some(Cache::Mla656),
         keys if keys == problem.dtype => Some(Cache::Latent),
         _ => None,
     }
@@ -119,7 +151,7 @@ fn is_plain(problem: &Problem) -> bool {
         // The splits of a batch-invariant result are those of every other module.
         && !problem.batch_invariant
         && match problem.keys {
-            _ if problem.key_lists.is_some() || problem.key_dtype == DType::Mla656 => true,
+            _ if problem.key_lists.is_some() || problem.key_dtype != problem.dtype => true,
             KvStorage::Batched | KvStorage::Ragged => true,
             KvStorage::Paged { block_size } => block_size.is_multiple_of(BOX_STEP),
         }
@@ -201,6 +233,37 @@ mod tests {
             // f16 cannot hold their rotary dims.
             assert!(select(&records(DType::F16, keys), &facts("h200")).is_none());
         }
+    }
+
+    #[test]
+    fn rows_of_e4m3_run_in_the_modules_for_records() {
+        let rows = |kv_heads, rotary_dim| Problem {
+            key_dtype: DType::E4M3,
+            value_dtype: DType::E4M3,
+            kv_heads,
+            rotary_dim,
+            keys: KvStorage::Paged { block_size: 1 },
+            ..problem(8, 16, 16384)
+        };
+        let latent = select(&rows(1, 0), &facts("h200")).unwrap();
+        assert_eq!(latent.decode.launch.module, "decode_bf16_576_512_mla656_r16_plain_sm90");
+        assert!(select(&rows(2, 0), &facts("h200")).is_none());
+        assert!(select(&rows(1, 64), &facts("h200")).is_none());
+    }
+
+    #[test]
+    fn small_pages_of_one_row_are_lists() {
+        let module = |problem: &Problem| {
+            select_small_pages(problem, &facts("h200")).map(|found| found.decode.launch.module)
+        };
+        let pages =
+            |block_size| Problem { keys: KvStorage::Paged { block_size }, ..problem(8, 16, 16384) };
+        let lists = Some("decode_bf16_576_512_latent_r16_lists_sm90");
+        assert_eq!([1, 4].map(|block_size| module(&pages(block_size))), [lists; 2]);
+        assert_eq!(module(&Problem { query_len: 2, ..pages(1) }), None);
+        let mut windowed = pages(1);
+        windowed.variant.window.left = Some(100);
+        assert_eq!(module(&windowed), None);
     }
 
     #[test]

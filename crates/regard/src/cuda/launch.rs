@@ -1,14 +1,15 @@
 //! The launches of a plan with operands: which module runs, its grid and its parameters.
 
 use super::heads::HeadCall;
-use super::lists::{kv_tensor, list_parameters};
+use super::lists::{kv_tensor, list_parameters, pages_as_lists};
 use super::mask_map;
 use super::operands::{
     aligned_load_kind, attention, cache_parameters, has_head_scales, head_scales, load_kind,
-    reads_16_bytes, reads_block_rows, reads_joined_rows, writes_16_bytes,
+    reads_16_bytes, reads_block_rows, reads_joined_rows, writes_16_bytes, writes_four,
 };
 use super::registry::{Cache, Storage};
 use super::schedule::Schedule;
+use super::splits;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::widen::{Copies, WidenCall};
 use super::{
@@ -16,7 +17,7 @@ use super::{
 };
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::kernel_parameters::count;
+use crate::kernel_parameters::{count, window};
 use crate::params::{
     AttentionParameters, CacheParameters, KvTensor, ListParameters, LoadKind, PrefillParameters,
     StreamK, TileMap as MapParameters,
@@ -26,7 +27,7 @@ use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::Tensor;
 use crate::tile_map::TileMap;
-use crate::variant::{QueryOffset, Values};
+use crate::variant::{QueryOffset, Values, Variant};
 
 /// Facts that a decode launch may rely on beside its operands.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -66,6 +67,8 @@ pub(super) struct PrefillCall<'a> {
     /// The types of the keys and values that the kernel reads.
     pub stored: [DType; 2],
     pub ctas: u32,
+    /// The launch that combines partial states, with the same parameters, if keys are split.
+    pub combine: Option<Launch>,
     pub attention: AttentionParameters,
     pub parameters: PrefillParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
@@ -95,7 +98,8 @@ pub(super) struct Maps {
     pub value: Option<Described>,
     /// Whether keys and values are described as bytes, whatever their type.
     pub as_bytes: bool,
-    pub out: Described,
+    /// `None` for outputs in f32, which are not written by TMA.
+    pub out: Option<Described>,
 }
 
 /// The launches that a run of the plan on these operands queues, in order. Which module runs
@@ -119,6 +123,7 @@ pub fn launches(
         let map = call.tile_map.zip(call.plan.map);
         queued.extend(map.map(|(map, space)| mask_map::map_launch(&map, &space.launch)));
         queued.push(call.kernel.launch.with_ctas(call.ctas));
+        queued.extend(call.combine);
     }
     let prefix = launches.prefix.as_ref();
     let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
@@ -229,13 +234,26 @@ pub(super) fn choose_decode<'a>(
             };
             return reads_rows.then_some((hopper, None));
         }
-        if problem.key_lists.is_some() || hopper.cache == Cache::Mla656 {
-            return copies_16_bytes(inputs).then_some((hopper, None));
+        if hopper.lists_pages && !sees_all_keys(problem, inputs) {
+            return None;
+        }
+        let has_lists = problem.key_lists.is_some() || hopper.lists_pages;
+        if has_lists || hopper.cache == Cache::Mla656 {
+            let takes = copies_16_bytes(inputs) && has_head_scales(inputs);
+            return takes.then_some((hopper, None));
         }
         let maps = describe_latent(problem, hopper, inputs)?;
         Some((hopper, Some(maps)))
     });
     hopper.or(launches.decode.as_ref().map(|decode| (decode, None)))
+}
+
+/// Whether the row of each sequence sees all of its keys, whatever its window to the right.
+fn sees_all_keys(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> bool {
+    let right = if problem.variant.causal { Some(0) } else { problem.variant.window.right };
+    let attention = &inputs.attention;
+    let is_last = matches!(attention.q_offset, QueryOffset::BottomRight);
+    (is_last || right.is_none()) && attention.key_positions.is_none()
 }
 
 /// Whether queries and keys, in both parts and of a second cache too, start at multiples of 16
@@ -288,8 +306,12 @@ pub(super) fn decode_call(
     context: DecodeContext,
 ) -> DecodeCall {
     let problem = &*work::joined_heads(problem, decode.tile_heads);
-    let lists = list_parameters(problem, inputs);
-    let rows = problem.listed_rows();
+    let pages = decode.lists_pages.then(|| pages_as_lists(problem, inputs)).flatten();
+    let rows = match pages {
+        Some(_) => Some(problem.clone()),
+        None => problem.listed_rows(),
+    };
+    let lists = pages.or_else(|| list_parameters(problem, inputs));
     let known = match (&rows, &lists) {
         (Some(rows), Some(lists)) => equal_lists(decode, inputs, lists)
             .map(|entries| Schedule::for_equal_lists(rows, decode, entries)),
@@ -323,6 +345,10 @@ pub(super) fn decode_call(
     };
     if lists.is_some() {
         parameters.batch = count(problem.rows() / problem.query_heads);
+    }
+    if decode.lists_pages {
+        // Slots have no positions.
+        parameters.window = window(&Variant::default());
     }
     let module = if parameters.load_kind == LoadKind::PageAligned16 {
         decode.launch.module
@@ -421,7 +447,9 @@ fn prefill_call<'a>(
         _ => LoadKind::Elements,
     };
     let mut ctas = kernel.launch.grid[0];
+    let (splits, combine) = splits::of_call(problem, plan, kernel, workspace);
     let mut parameters = PrefillParameters {
+        splits,
         counters: workspace + prefill::COUNTERS_AT as u64,
         l2_group: plan.l2_group,
         min_query_len: plan.min_query_len,
@@ -435,7 +463,7 @@ fn prefill_call<'a>(
     if problem.queries == QueryStorage::Batched {
         let tiles = prefill::tiles(problem, kernel);
         (parameters.row_tiles, parameters.tiles) = (count(tiles.rows), tiles.total as i64);
-        let max_ctas = tiles.total.max(1).saturating_mul(kernel.cluster_size);
+        let max_ctas = tiles.total.max(1).saturating_mul(kernel.cluster_size) << splits.shift;
         ctas = ctas.min(u32::try_from(max_ctas).unwrap_or(u32::MAX));
     }
     let key_map = maps.and_then(|maps| maps.key);
@@ -457,6 +485,7 @@ fn prefill_call<'a>(
         kernel,
         stored: [problem.key_dtype, problem.value_dtype],
         ctas,
+        combine,
         attention,
         parameters,
         cache: cache_parameters(problem, inputs),
@@ -481,6 +510,11 @@ fn maps(
     if !kernel.tensor_maps || !keeps_order(inputs.scale()) {
         return None;
     }
+    let out_f32 = outputs.out.dtype() == DType::F32;
+    // These are written two at a time.
+    if out_f32 && !(writes_four(&outputs.out) && problem.value_dim.is_multiple_of(2)) {
+        return None;
+    }
     let Inputs { q, k, v, .. } = inputs;
     let keys = keys_per_box(problem, kernel.box_keys);
     let (key, value) = match (kernel.cache, keys) {
@@ -496,7 +530,10 @@ fn maps(
         key,
         value,
         as_bytes: kernel.cache == Cache::Any,
-        out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
+        out: match out_f32 {
+            true => None,
+            false => Some(Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?),
+        },
     })
 }
 

@@ -2,8 +2,8 @@
 
 use super::DeviceMemory;
 use crate::kernel_parameters::{count, list_strides, row_strides, scale_strides};
-use crate::params::{KvTensor, ListParameters, RowStrides, SecondCache};
-use crate::problem::{Inputs, KeyLists, ListEntries, ListTensors, Problem};
+use crate::params::{KvTensor, ListParameters, RowStrides, SecondCache, TokenStrides};
+use crate::problem::{Inputs, KeyLists, KvStorage, ListEntries, ListTensors, Problem};
 use crate::tensor::Tensor;
 
 /// The lists of keys of a problem's rows, or of the pages of its sequences.
@@ -26,6 +26,29 @@ pub(super) fn list_parameters(
         numbers: address(numbers),
         number_strides: strides(numbers),
         second: second_cache(planned, lists, inputs).unwrap_or_default(),
+    })
+}
+
+/// The pages of each sequence as the list of its row's slots: for rows that see all keys.
+pub(super) fn pages_as_lists(
+    problem: &Problem,
+    inputs: &Inputs<DeviceMemory>,
+) -> Option<ListParameters> {
+    let KvStorage::Paged { block_size } = problem.keys else { return None };
+    let table = inputs.attention.block_table.as_ref()?;
+    let lens = inputs.attention.kv_lens.as_ref();
+    let strides = |token| TokenStrides { token, head: 0 };
+    Some(ListParameters {
+        indices: table.address(),
+        counts: address(lens),
+        index_strides: strides(table.strides()[0]),
+        count_strides: strides(1),
+        len: count(problem.kv_len),
+        // Slots are found in fewer instructions, which a page of one is.
+        are_slots: (block_size == 1).into(),
+        are_pages: (block_size != 1).into(),
+        sequences: count(problem.batch),
+        ..ListParameters::default()
     })
 }
 

@@ -38,6 +38,7 @@ pub mod registry;
 mod schedule;
 pub(crate) mod select;
 mod shape;
+mod splits;
 #[cfg(feature = "cuda")]
 mod tensor;
 #[cfg(feature = "cuda")]
@@ -177,6 +178,8 @@ pub struct Decode {
     pub exact_dims: bool,
     /// Loads of keys and values by the modules.
     pub cache: registry::Cache,
+    /// Whether the modules are for lists of keys, and read the pages of each sequence as one.
+    pub lists_pages: bool,
     /// The second kernel that combines the partial states of tiles, from the module of the decode
     /// kernel that ran; `None` if the last CTA of each tile does.
     pub combine: Option<Launch>,
@@ -211,6 +214,27 @@ pub struct Prefill {
     pub l2_group: i32,
     /// Room for the tile map of a mask, which is made first.
     pub map: Option<MapSpace>,
+    /// Room for partial states, if a kernel may split the keys of its tiles.
+    pub partials: Option<PartialSpace>,
+}
+
+impl Prefill {
+    /// Its kernels.
+    fn kernels(&self) -> impl Iterator<Item = PrefillKernel> + use<> {
+        [self.specialized].into_iter().chain(self.any_scales).chain([self.fallback])
+    }
+}
+
+/// Room in the workspace for partial states of prefill, and the launch that combines them.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartialSpace {
+    /// Its offset.
+    pub at: usize,
+    /// Its size.
+    pub bytes: usize,
+    /// The launch, but for its grid.
+    pub combine: Launch,
 }
 
 /// Prefill over a copy of keys and values in the type of queries, which a kernel makes first.
@@ -262,6 +286,10 @@ pub struct PrefillKernel {
     pub cache: registry::Cache,
     /// Whether it takes only scales that all keys, or values, of a head share.
     pub head_scales: bool,
+    /// Whether it can leave partial states over splits of a tile's keys.
+    pub splits_keys: bool,
+    /// The value dim that the module is compiled for.
+    pub value_dim: usize,
 }
 
 /// Room for the tile maps of a mask: which tiles the mask hides, and which it leaves unmodified.
@@ -332,11 +360,12 @@ impl Launches {
 
     /// The prefill launches that may take the place of the first one.
     fn other_prefill(&self) -> impl Iterator<Item = Launch> {
-        let kernels = |prefill: &Prefill| {
-            [prefill.specialized].into_iter().chain(prefill.any_scales).chain([prefill.fallback])
-        };
-        let widened = self.widened.iter().flat_map(Widened::prefills);
-        self.prefill.iter().chain(widened).flat_map(kernels).map(|kernel| kernel.launch)
+        self.all_prefill().flat_map(Prefill::kernels).map(|kernel| kernel.launch)
+    }
+
+    /// Prefill over the cache, and over copies.
+    fn all_prefill(&self) -> impl Iterator<Item = &Prefill> {
+        self.prefill.iter().chain(self.widened.iter().flat_map(Widened::prefills))
     }
 
     /// Every module that a run may need, with the kernel's name in it.
@@ -356,7 +385,9 @@ impl Launches {
         });
         let widen = self.widened.iter();
         let widen = widen.flat_map(|widened| widened.units.into_iter().chain([widened.rounded]));
-        let launches = self.in_order().chain(widen).chain(self.other_prefill());
+        let partials = self.all_prefill().filter_map(|prefill| prefill.partials);
+        let combines = partials.map(|space| space.combine);
+        let launches = self.in_order().chain(widen).chain(self.other_prefill()).chain(combines);
         let launches = launches.map(|launch| (launch.module, launch.entry));
         launches.chain(others).chain(schedule).chain(prefix)
     }

@@ -193,7 +193,7 @@ fn starts_at_16(tensor: &Tensor<DeviceMemory>, leading: usize) -> bool {
 }
 
 /// Whether every row starts at a multiple of four elements.
-fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
+pub(super) fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
     has_rows_at(4, out)
 }
 

@@ -5,6 +5,7 @@
 //! takes one tile after the other.
 
 use super::registry::{self, Build, Cache, Element, Family, Module, PrefillConfig};
+use super::splits;
 use super::work::has_plain_scores;
 use super::{
     COUNTER_BYTES, Launch, MapSpace, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel,
@@ -26,6 +27,12 @@ const DECODE_TOKENS: usize = 16;
 /// The same for batches that mix short and long sequences: most short ones have one token, and the
 /// decode tile is chosen for one token.
 const MIXED_TOKENS: usize = 8;
+
+/// The same under a mask, if prefill has WGMMA and there are this many keys: decode reads the mask
+/// of every tile, and prefill that of tiles which it changes. With 8 sequences of 8192 keys, 4
+/// tokens take 173 us in decode and 16 take 298; in prefill up to 128 take 120 (H200).
+const MASKED_TOKENS: usize = 7;
+const MASKED_KEYS: usize = 1024;
 
 /// Rows per tile of the decode kernels for blocks.
 const BLOCK_DECODE_ROWS: usize = 32;
@@ -57,9 +64,13 @@ pub(super) enum Division {
     Mixed(usize),
 }
 
-/// Divides the sequences of a problem, by the number of query tokens alone.
-pub(super) fn division(problem: &Problem) -> Division {
-    let max_tokens = (DECODE_ROWS / problem.group()).max(DECODE_TOKENS);
+/// Divides the sequences of a problem, by the number of query tokens.
+pub(super) fn division(problem: &Problem, facts: &CudaFacts) -> Division {
+    let is_masked = problem.variant.mask.is_some() && problem.kv_len >= MASKED_KEYS;
+    let max_tokens = match is_masked && has_wgmma(problem, facts) {
+        true => MASKED_TOKENS,
+        false => (DECODE_ROWS / problem.group()).max(DECODE_TOKENS),
+    };
     // Batch-invariant: the kernel of a row must not depend on the lengths of other sequences.
     if problem.batch_invariant || problem.query_len <= max_tokens {
         return Division::Decode;
@@ -100,13 +111,28 @@ pub(super) fn with_kernels(
     map_at: usize,
 ) -> Prefill {
     let map = problem.variant.mask.is_some();
-    Prefill {
+    let prefill = Prefill {
         specialized,
         any_scales,
         fallback,
         min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
         l2_group: l2_group(problem, specialized.cache.key_terms(), facts),
         map: map.then(|| map_space(problem, facts, [&specialized, &fallback], map_at)),
+        partials: None,
+    };
+    let partials = splits::space(problem, &prefill, prefill.maps_end().unwrap_or(map_at));
+    Prefill { partials, ..prefill }
+}
+
+impl Prefill {
+    /// The end of its tile maps in the workspace, if it has some.
+    pub(super) fn maps_end(&self) -> Option<usize> {
+        self.map.map(|map| map.specialized.end().max(map.fallback.end()))
+    }
+
+    /// The end of all that it has in the workspace, if it has something.
+    pub(super) fn end(&self) -> Option<usize> {
+        self.partials.map(|space| space.at + space.bytes).or(self.maps_end())
     }
 }
 
@@ -274,11 +300,18 @@ fn find_specialized(
     (kernel.or_else(|| find_plain(Family::PrefillSm80, problem, facts)), None)
 }
 
-/// Whether WGMMA kernels take the problem's types: 16-bit operands, and outputs of their type.
+/// Whether WGMMA kernels take the problem's types: 16-bit operands, and outputs of their type, or
+/// in f32 up to head dim 256.
 pub(super) fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
     facts.compute_capability == 90
         && problem.dtype != DType::F32
-        && problem.out_dtype == problem.dtype
+        && (problem.out_dtype == problem.dtype || problem.head_dim.max(problem.value_dim) <= 256)
+}
+
+/// Whether the kernels of a family write the problem's outputs.
+fn writes(family: Family, problem: &Problem) -> bool {
+    let takes_f32 = matches!(family, Family::PrefillSm80 | Family::PrefillSm90);
+    problem.out_dtype == problem.dtype || takes_f32
 }
 
 /// The kernel for short windows, if each 64 rows from a multiple of 64 on see few enough blocks of
@@ -299,11 +332,11 @@ fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<Pr
 }
 
 /// Whether the specialized modules of a family take a problem, but for its dims: with plain scores
-/// and even ranges, and outputs of the operands' type. The scores of those above head dim 256 are
-/// not exact enough for a log-sum-exp.
+/// and even ranges, and outputs of the operands' type, or in f32 if they write these. The scores of
+/// those above head dim 256 are not exact enough for a log-sum-exp.
 fn takes_plain(family: Family, problem: &Problem) -> bool {
     has_plain_scores(problem)
-        && problem.out_dtype == problem.dtype
+        && (problem.out_dtype == problem.dtype || family == Family::PrefillSm90)
         && !(family == Family::PrefillSm90Wide && problem.lse)
 }
 
@@ -336,6 +369,7 @@ fn find_kind(
 ) -> Option<PrefillKernel> {
     let suits = |config: &PrefillConfig| {
         config.family() == family
+            && writes(family, problem)
             && config.operands.build == build
             && config.operands.element == element
             && config.cache == cache
@@ -379,6 +413,8 @@ fn kernel(
         cache: config.cache,
         head_scales: config.cache == Cache::Bytes
             || (config.cache == Cache::Any && config.operands.element == Element::F16),
+        splits_keys: config.family() == Family::PrefillSm90,
+        value_dim: config.operands.value_dim,
     }
 }
 

@@ -7,6 +7,7 @@ use super::latent;
 use super::prefill::{self, Division};
 use super::prefix;
 use super::registry::Cache;
+use super::splits;
 use super::widen;
 use super::work::{joined_heads, packed_rows, tiles};
 use super::{
@@ -76,7 +77,7 @@ fn select_flat(
         }
         _ => true,
     };
-    match prefill::division(problem) {
+    match prefill::division(problem, facts) {
         Division::Prefill => {
             let plan = prefill::select(problem, facts, 0, COUNTER_BYTES)
                 .map(|prefill| with_copies(problem, prefill, facts, 0, COUNTER_BYTES));
@@ -116,7 +117,8 @@ fn select_decode_only(
     if let Some(kernel) = DecodeKernel::for_heads(problem, facts) {
         return Ok(with_heads(problem, facts, decode, &kernel));
     }
-    Ok(match latent::select(problem, facts) {
+    let latent = latent::select(problem, facts);
+    Ok(match latent.or_else(|| latent::select_small_pages(problem, facts)) {
         Some(latent) => with_latent(problem, decode, latent),
         None => decode,
     })
@@ -195,7 +197,8 @@ fn instead_of_decode(
     // the kernel for Hopper follows the partial states of both.
     let decode = launches.decode.map(|decode| Decode { schedule: None, ..decode });
     let end = launches.workspace_bytes.max(workspace_bytes);
-    let schedule = problem.key_lists.is_none().then(|| schedule_ctas(&hopper.launch, end));
+    let has_lists = problem.key_lists.is_some() || hopper.lists_pages;
+    let schedule = (!has_lists).then(|| schedule_ctas(&hopper.launch, end));
     let ctas = hopper.launch.grid[0] as usize;
     let workspace_bytes =
         schedule.map_or(end, |schedule| schedule.at.saturating_add(ctas * SCHEDULED_BYTES));
@@ -262,13 +265,15 @@ fn with_copies(
     max_decode_len: usize,
     before: usize,
 ) -> PrefillPlan {
-    let end = prefill_end(&prefill, before);
-    let widened = widen::select(problem, &prefill, facts, max_decode_len, end);
+    // Partial states of prefill over the cache have the place of copies: one of the two runs.
+    let start = prefill.maps_end().unwrap_or(before);
+    let widened = widen::select(problem, &prefill, facts, max_decode_len, start);
     let copies_end = |widened: &Widened| {
-        let ends = widened.prefills().map(|prefill| prefill_end(prefill, widened.end));
-        ends.max().unwrap_or(widened.end)
+        let ends = widened.prefills().map(|prefill| prefill.end().unwrap_or(0));
+        ends.fold(widened.end, usize::max)
     };
-    let workspace_bytes = widened.as_ref().map_or(end, copies_end);
+    let end = prefill.end().unwrap_or(before);
+    let workspace_bytes = widened.iter().map(copies_end).fold(end, usize::max);
     PrefillPlan { prefill, widened, workspace_bytes }
 }
 
@@ -307,11 +312,6 @@ fn mixed(
     Selection { choice: both, split, backend }
 }
 
-/// The end of the workspace; `before` is its end without prefill's tile maps.
-fn prefill_end(prefill: &Prefill, before: usize) -> usize {
-    prefill.map.map_or(before, |map| map.specialized.end().max(map.fallback.end()))
-}
-
 fn prefill_choice(problem: &Problem, plan: &PrefillPlan) -> Choice {
     let prefill = plan.fastest();
     let kernel = &prefill.specialized;
@@ -345,13 +345,22 @@ fn prefill_choice(problem: &Problem, plan: &PrefillPlan) -> Choice {
 fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
     let kernel = &prefill.specialized;
     let tiles = prefill::tiles(problem, kernel).total;
+    let count = 1 << splits::shift(problem, kernel);
+    let splits = match count {
+        1 => String::new(),
+        _ => format!(", {count} splits of the keys of each, whose states are combined"),
+    };
     Split {
-        keys: problem.kv_len.next_multiple_of(kernel.tile_keys).max(kernel.tile_keys),
-        count: 1,
-        parallel: false,
+        keys: problem
+            .kv_len
+            .div_ceil(count)
+            .next_multiple_of(kernel.tile_keys)
+            .max(kernel.tile_keys),
+        count,
+        parallel: count > 1,
         reason: format!(
             "up to {tiles} tiles, persistent over {} CTAs, longest first, in L2 groups of {} \
-             (sequence, key/value head) pairs",
+             (sequence, key/value head) pairs{splits}",
             kernel.launch.grid[0], prefill.l2_group
         ),
     }

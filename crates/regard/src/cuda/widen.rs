@@ -1,6 +1,7 @@
-//! Prefill over a cache in other types than queries, on a copy of keys and values in their type: a
-//! kernel makes the copy in the workspace, and the kernels over elements read it. Many rows read
-//! each key, so that one conversion for all of them is less work than one per tile of rows.
+//! Prefill over a cache in other types than queries, or in small pages, on a contiguous copy of
+//! keys and values in their type: a kernel makes the copy in the workspace, and the kernels over
+//! elements read it. Many rows read each key, so that one conversion for all of them is less work
+//! than one per tile of rows.
 //!
 //! Codes are exact in the copy without their scales. Scales that heads share join scores and
 //! outputs. Other scales of keys are copied beside them, and multiply scores. Values with other
@@ -68,6 +69,9 @@ const ROWS_BESIDE_SM80: usize = 100;
 /// kernel for any formats with WGMMA: an estimate from the bytes of copies.
 const TILES_BESIDE_STORED: usize = 3;
 const TILE_ROWS: usize = 128;
+
+/// Keys per TMA box from which on pages are read as fast as contiguous keys.
+const MIN_BOX_KEYS: usize = 16;
 
 /// Units of a sequence and head: of keys and of values.
 const UNITS: usize = 2;
@@ -257,9 +261,13 @@ impl Widened {
 }
 
 /// Whether keys and values that prefill takes can be copied, into a type of 16 bits, and are not
-/// all stored in it.
+/// all stored in it, in pages that TMA reads as fast as contiguous keys.
 fn is_copied(problem: &Problem) -> bool {
-    problem.dtype != DType::F32 && !prefill::has_elements(problem)
+    let KvStorage::Paged { block_size } = problem.keys else {
+        return problem.dtype != DType::F32 && !prefill::has_elements(problem);
+    };
+    let is_scattered = !block_size.is_multiple_of(MIN_BOX_KEYS);
+    problem.dtype != DType::F32 && (is_scattered || !prefill::has_elements(problem))
 }
 
 /// Rows that read a copied key, on average, if all sequences are as long as the longest. (The short
@@ -703,8 +711,11 @@ mod tests {
             [copies.keys_at, copies.values_at, copies.scales_at, copies.end],
             [COUNTER_BYTES, COUNTER_BYTES + side, scales_at, scales_at + scales]
         );
-        assert_eq!(planned.workspace_bytes, copies.end);
+        // Behind them are partial states, for as many tiles as there are CTAs.
+        assert_eq!(planned.workspace_bytes, copies.end + PARTIAL_BYTES);
     }
+
+    const PARTIAL_BYTES: usize = 132 * 128 * (4 * 128 + 8);
 
     #[test]
     fn large_copies_are_made_in_parts() {
@@ -718,7 +729,7 @@ mod tests {
             [Some(8), Some(4), Some(3)]
         );
         let halves = launches(&over(300_000), "h200");
-        assert!(halves.workspace_bytes < 4 * 300_000 * 130 * 4);
+        assert!(halves.workspace_bytes < 4 * 300_000 * 130 * 4 + PARTIAL_BYTES);
         let blocks = |kv_len| Problem { key_dtype: DType::Q8_0, ..over(kv_len) };
         assert_eq!([170_000, 171_000].map(|len| heads(&blocks(len))), [Some(8), Some(4)]);
         // Those of one head are too large, or of any.

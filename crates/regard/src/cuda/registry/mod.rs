@@ -87,6 +87,8 @@ pub enum Family {
     MaskMap,
     /// Copies keys and values of codes into the type of queries.
     Widen,
+    /// Combines the partial states of prefill over splits of the keys.
+    CombineSplits,
 }
 
 /// The configuration of a module.
@@ -218,12 +220,10 @@ impl Storage {
 
 impl Cache {
     /// The pairs of classes, keys and values, that modules are compiled for.
-    pub const PAIRS: [(Storage, Storage); 6] = [
+    pub const PAIRS: [(Storage, Storage); 4] = [
         (Storage::Elements, Storage::Bytes),
         (Storage::Elements, Storage::Q8_0),
         (Storage::Elements, Storage::Q4_0),
-        (Storage::Bytes, Storage::Elements),
-        (Storage::Q8_0, Storage::Elements),
         (Storage::Q8_0, Storage::Q4_0),
     ];
 
@@ -438,6 +438,7 @@ impl Family {
             Family::Ceiling => "ceiling.cu",
             Family::MaskMap => "mask_map.cu",
             Family::Widen => "widen.cu",
+            Family::CombineSplits => "combine_splits.cu",
         }
     }
 
@@ -457,6 +458,7 @@ impl Family {
             Family::Ceiling => "ceiling",
             Family::MaskMap => "mask_map",
             Family::Widen => "widen",
+            Family::CombineSplits => "combine_splits",
         }
     }
 
@@ -477,7 +479,8 @@ impl Family {
             | Family::Merge
             | Family::Ceiling
             | Family::MaskMap
-            | Family::Widen => false,
+            | Family::Widen
+            | Family::CombineSplits => false,
         }
     }
 }

@@ -268,11 +268,14 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for keys of one class and values of another.
-    const fn decode_pairs(&self) -> [Module; 3 * Cache::PAIRS.len()] {
-        let mut modules = [self.decode_pair(0, 64); 3 * Cache::PAIRS.len()];
+    const fn decode_pairs<const N: usize>(
+        &self,
+        dims: [usize; N],
+    ) -> [[Module; N]; Cache::PAIRS.len()] {
+        let mut modules = [[self.decode_pair(0, dims[0]); N]; Cache::PAIRS.len()];
         let mut i = 0;
-        while i < modules.len() {
-            modules[i] = self.decode_pair(i / 3, 64 << (i % 3));
+        while i < modules.len() * N {
+            modules[i / N][i % N] = self.decode_pair(i / N, dims[i % N]);
             i += 1;
         }
         modules
@@ -546,11 +549,12 @@ impl Rows {
     }
 }
 
-const UTILITIES: [Module; 4] = [
+const UTILITIES: [Module; 5] = [
     Module::new(Config::Utility(Family::Append), Compute80),
     Module::new(Config::Utility(Family::Merge), Compute80),
     Module::new(Config::Utility(Family::Ceiling), Compute80),
     Module::new(Config::Utility(Family::MaskMap), Compute80),
+    Module::new(Config::Utility(Family::CombineSplits), Compute90),
 ];
 
 impl Module {
@@ -638,8 +642,9 @@ const LISTS: [List; 49] = [
     eight_bit(&BF16.decode_wide_blocks(Cache::Q4_0)),
     eight_bit(&F16.decode_heads()),
     eight_bit(&BF16.decode_heads()),
-    eight_bit(&F16.decode_pairs()),
-    eight_bit(&BF16.decode_pairs()),
+    // Of other head dims they would take more room than Python's package has.
+    eight_bit(F16.decode_pairs([128]).as_flattened()),
+    eight_bit(BF16.decode_pairs([64, 128, 256]).as_flattened()),
     // f16 cannot hold all rotary dims.
     eight_bit(&BF16.decode_mla656()),
     eight_bit(&F32.decode_any()),

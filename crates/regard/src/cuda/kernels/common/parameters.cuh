@@ -233,21 +233,35 @@ struct KeyScales {
 };
 static_assert(sizeof(KeyScales) == 16, "as the host has it");
 
-// Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask, and scales of codes that were
-// widened.
+// Workspace: partial states of prefill, where the keys of a tile are split.
+struct KeySplits {
+    RowTensor out; // Unnormalized outputs of the rows over the first split, f32.
+    RowTensor states; // Their maxima and sums, pairs of f32.
+    long long out_stride; // From the outputs over one split to those over the next, in elements.
+    long long state_stride; // From states to states, likewise.
+    int count; // Splits, a power of two; 1 if keys are not split, and there are no partial states.
+    int shift; // log2 of them.
+    ElementType out_type; // Type of the output.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(KeySplits) == 96, "as the host has it");
+
+// Further parameters of the prefill kernels: the tile scheduler, the tile map of a mask, scales of codes that were
+// widened, and splits of the keys.
 struct PrefillParameters {
     unsigned long long counters; // Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
     TileMap map; // The tile map of the mask.
     HeadScales key_scales; // Scales of keys.
     HeadScales value_scales; // Scales of values.
     KeyScales each_key; // Scales of single keys, for the fallback kernels with WGMMA.
+    KeySplits splits; // Splits of the keys of each tile, for kernels with WGMMA at head dims up to 256.
     long long tiles; // Tiles in all if the host knows that all query lengths are equal; else 0.
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
     int l2_group; // (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
     int min_query_len; // Shorter sequences belong to the decode launch; 0 for none.
     int box_keys; // Keys per TMA box; divides both K tiles and pages.
 };
-static_assert(sizeof(PrefillParameters) == 160, "as the host has it");
+static_assert(sizeof(PrefillParameters) == 256, "as the host has it");
 
 // Widening: copies of keys and values in the type of queries, for prefill.
 struct WidenParameters {

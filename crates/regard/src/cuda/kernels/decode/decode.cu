@@ -169,7 +169,8 @@ struct Worker {
         }
     }
 
-    // The pages of the runs of 16 keys in a K tile, looked up one round before use so that the latency is hidden.
+    // The pages of the runs of 16 keys in a K tile, looked up one round before use so that the latency is hidden. Of
+    // keys that come one by one, the first is the page of this lane's key.
     struct RunPages {
         int entry[MMA_KEY_TILES];
     };
@@ -223,9 +224,12 @@ struct Worker {
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
     __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
-        if (HAS_RUNS && params.block_size && (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)) {
+        if (!HAS_RUNS || !params.block_size) return;
+        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = tile.table[entry_of(key_tile * TILE_KEYS + 16 * k)];
+        } else {
+            runs.entry[0] = tile.table[entry_of(key_tile * TILE_KEYS + lane % TILE_KEYS)];
         }
     }
 
@@ -268,25 +272,60 @@ struct Worker {
             fetch_runs(key_tile, keys, values, runs);
         else
 #endif
-            fetch_scattered(key_tile, keys, values);
+            fetch_scattered(key_tile, keys, values, runs);
 #if READS_CODES
         load_scales(*this, values + TILE_KEYS * VALUE_PITCH, key_tile, runs);
 #endif
 #endif
     }
 
-    // The fallback of `fetch` for any layout, alignment and dims.
-    __device__ __forceinline__ void fetch_scattered(int key_tile, unsigned keys, unsigned values) const {
-        fetch_side<KeySide, true>(keys, tile.key_base, params.head_dim, key_tile);
-        fetch_side<ValueSide, false>(values, tile.value_base, params.value_dim, key_tile);
+    // Whether the same code copies rows of keys and of values.
+    static constexpr bool COPIES_ALIKE =
+        HAS_RUNS && !KeySide::HAS_BLOCKS && KEY_CLASS == VALUE_CLASS && HEAD_DIM == VALUE_DIM;
+
+    // The fallback of `fetch` for any layout, alignment and dims. A lane has where one of the keys is.
+    __device__ __forceinline__ void fetch_scattered(int key_tile, unsigned keys, unsigned values,
+                                                    const RunPages &runs) const {
+        int key = clamp_int(key_tile * TILE_KEYS + lane % TILE_KEYS, key_start, key_end - 1);
+        long long key_offset, value_offset;
+        locate(key, runs.entry[0], key_offset, value_offset);
+        if constexpr (COPIES_ALIKE) {
+            if (params.load_kind == LoadKind::Chunks) {
+#pragma unroll 1
+                for (int side = 0; side < 2; side++)
+                    load_rows<KeySide>(side ? values : keys, side ? tile.value_base : tile.key_base,
+                                       side ? value_offset : key_offset, side ? params.value_dim : params.head_dim,
+                                       key_tile);
+                return;
+            }
+        }
+        fetch_side<KeySide, true>(keys, tile.key_base, key_offset, params.head_dim, key_tile);
+        fetch_side<ValueSide, false>(values, tile.value_base, value_offset, params.value_dim, key_tile);
     }
 
-    template <class Side, bool KEYS>
-    __device__ __forceinline__ void fetch_side(unsigned to, unsigned long long base, int dims, int key_tile) const {
+    template <class Side, bool KEYS> __device__ __forceinline__ void
+    fetch_side(unsigned to, unsigned long long base, long long own_offset, int dims, int key_tile) const {
         if constexpr (Side::HAS_BLOCKS)
             load_scattered_blocks<Side, KEYS>(*this, to, base, dims, key_tile);
+        else if (HAS_RUNS && !COPIES_ALIKE && params.load_kind == LoadKind::Chunks)
+            load_rows<Side>(to, base, own_offset, dims, key_tile);
         else
             load_scattered<Side, KEYS>(to, (const typename Side::Item *)base, dims, key_tile);
+    }
+
+    // Rows that start at multiples of 16 bytes. `own_offset`: where this lane's key is.
+    template <class Side> __device__ __forceinline__ void
+    load_rows(unsigned to, unsigned long long base, long long own_offset, int dims, int key_tile) const {
+        constexpr int CHUNKS = Side::CHUNKS, ALL = TILE_KEYS * CHUNKS;
+        static_assert(ALL % 32 == 0, "all lanes of a warp exchange offsets");
+        own_offset *= Side::BYTES;
+#pragma unroll 2
+        for (int i = threadIdx.x % THREADS_PER_GROUP; i < ALL; i += THREADS_PER_GROUP) {
+            int row = i / CHUNKS, at = (i - row * CHUNKS) * 16, key = key_tile * TILE_KEYS + row;
+            bool present = key >= key_start && key < key_end;
+            const void *from = (const void *)(base + __shfl_sync(~0u, own_offset, row) + at);
+            cp_async(swizzle(to, row, Side::PITCH, at), from, present ? clamp_int(dims * Side::BYTES - at, 0, 16) : 0);
+        }
     }
 
     // Each thread copies one 16-byte chunk at a time.

@@ -84,20 +84,41 @@ static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to,
     }
 }
 
-// Blocks anywhere, two bytes at a time.
+// 16 bytes of a row of blocks, from byte `at` on; zeros behind the row's end. The row starts at a multiple of two
+// bytes: words that have some of its bytes are loaded, and none else.
+static __device__ __forceinline__ uint4 load_unaligned_chunk(unsigned long long row, int at, int row_bytes) {
+    unsigned long long from = row + at;
+    bool odd = from & 2;
+    const unsigned *word = (const unsigned *)(from & ~3ull);
+    int end = row_bytes - at + (odd ? 2 : 0); // bytes from the first word on to the row's end
+    unsigned words[5], four[4];
+#pragma unroll
+    for (int i = 0; i < 5; i++) words[i] = 4 * i < end && (i < 4 || odd) ? word[i] : 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        four[i] = odd ? __byte_perm(words[i], words[i + 1], 0x5432) : words[i];
+        int left = row_bytes - at - 4 * i;
+        if (left < 4) four[i] &= left > 0 ? 0xffffu : 0;
+    }
+    return make_uint4(four[0], four[1], four[2], four[3]);
+}
+
+// Blocks anywhere, 16 bytes at a time.
 template <class Side, bool KEYS, class Worker> static __device__ __forceinline__ void
 load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
-    constexpr int HALVES = Side::ROW_BYTES / 2;
-#pragma unroll 1
-    for (int i = threadIdx.x % THREADS_PER_GROUP; i < TILE_KEYS * HALVES; i += THREADS_PER_GROUP) {
-        int row = i / HALVES, half = i - row * HALVES, key = key_tile * TILE_KEYS + row;
-        unsigned short bits = 0;
-        if (key >= w.key_start && key < w.key_end && half < dims / 32 * Side::BLOCK_BYTES / 2) {
+    constexpr int CHUNKS = (Side::ROW_BYTES + 15) / 16, ROUNDS = TILE_KEYS * CHUNKS;
+    static_assert(16 * CHUNKS <= Side::PITCH, "whole chunks are stored");
+    int row_bytes = dims / 32 * Side::BLOCK_BYTES;
+#pragma unroll 2
+    for (int i = threadIdx.x % THREADS_PER_GROUP; i < ROUNDS; i += THREADS_PER_GROUP) {
+        int row = i / CHUNKS, at = (i - row * CHUNKS) * 16, key = key_tile * TILE_KEYS + row;
+        uint4 chunk = make_uint4(0, 0, 0, 0);
+        if (key >= w.key_start && key < w.key_end && at < row_bytes) {
             long long key_offset, value_offset;
             w.locate(key, w.look_up(key), key_offset, value_offset);
-            bits = ((const unsigned short *)(base + (KEYS ? key_offset : value_offset) * Side::BLOCK_BYTES))[half];
+            chunk = load_unaligned_chunk(base + (KEYS ? key_offset : value_offset) * Side::BLOCK_BYTES, at, row_bytes);
         }
-        *(unsigned short *)__cvta_shared_to_generic(to + row * Side::PITCH + half * 2) = bits;
+        st_shared_v4(to + row * Side::PITCH + at, chunk);
     }
 }
 

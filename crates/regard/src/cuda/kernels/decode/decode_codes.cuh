@@ -354,13 +354,16 @@ struct CodeValues {
     CodeView view;
     ValueBlocks blocks;
     int lane;
-    bool scaled;          // a scale per token or page; else one joins at the end of the tile
-    bool batch_invariant; // scales of keys that only other rows see must not decide how a row's are rounded
+    bool scaled; // a scale per token or page; else one joins at the end of the tile
+    // Of blocks: probabilities times scales are brought into f16's range. In batch-invariant mode, where scales of keys
+    // that only other rows see must not decide how a row's are rounded. And after a scale of 0 with weight: if nearly
+    // all of the weight is on such keys, that of others decides the output however small it is.
+    bool any_scales;
 
     __device__ __forceinline__ void set(const CodeView &tile, bool is_scaled, bool is_batch_invariant) {
         view = tile;
         scaled = is_scaled;
-        batch_invariant = is_batch_invariant;
+        any_scales = is_batch_invariant;
     }
 
     // Codes of 16 value dims and all keys of the K tile as operands A.
@@ -469,21 +472,44 @@ struct CodeValues {
         }
     }
 
+    // Whether a scale is from 2^-14 to 2. `bits`: without its sign.
+    static __device__ __forceinline__ bool is_moderate(unsigned bits) { return bits - 0x0400 < 0x4000 - 0x0400; }
+
     // Whether probabilities times the scales of any block of the K tile are in the range of f16, with 26 bits behind
-    // the point for a probability of 1.
-    __device__ __forceinline__ bool moderate_scales(unsigned start) const {
+    // the point for a probability of 1. Scales of 0 are, if no row has weight on their keys, such as those past the
+    // end.
+    __device__ __forceinline__ bool find_moderate_scales(const Scores &probs, unsigned start) {
         bool moderate = true;
 #pragma unroll
         for (int key = 0; key < TILE_KEYS; key += 32) {
             if (lane + key >= TILE_KEYS) break;
             unsigned from = start + (key + lane) * VALUE_PITCH + view.shift<ValueSide>(lane);
 #pragma unroll
-            for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
-                unsigned bits = ld_shared_half(from + block * ValueSide::BLOCK_BYTES) & 0x7fff;
-                moderate &= bits == 0 || bits - 0x0400 < 0x4000 - 0x0400; // 2^-14 to 2
-            }
+            for (int block = 0; block < MMA_VALUE_TILES / 2; block++)
+                moderate &= is_moderate(ld_shared_half(from + block * ValueSide::BLOCK_BYTES) & 0x7fff);
         }
-        return __all_sync(~0u, moderate);
+        if (__all_sync(~0u, moderate)) return true;
+        moderate = true;
+        bool zero = false;
+        unsigned from = start + (lane >> 2) * VALUE_PITCH + view.shift<ValueSide>(lane >> 2);
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float most = 0.0f;
+#pragma unroll
+                for (int n = 0; n < MMA_ROW_TILES; n++)
+                    most = fmaxf(most, fmaxf(probs[k][n][2 * half], probs[k][n][2 * half + 1]));
+                unsigned at = from + (16 * k + 8 * half) * VALUE_PITCH;
+#pragma unroll 1
+                for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
+                    unsigned bits = ld_shared_half(at + block * ValueSide::BLOCK_BYTES) & 0x7fff;
+                    moderate &= is_moderate(bits) | (bits == 0);
+                    zero |= (bits == 0) & (most > 0.0f);
+                }
+            }
+        any_scales = __any_sync(~0u, zero);
+        return !any_scales && __all_sync(~0u, moderate);
     }
 
     // The common case: probabilities are multiplied by scales in f16.
@@ -518,10 +544,10 @@ struct CodeValues {
             }
     }
 
-    __device__ __forceinline__ void pv_blocks(Outputs &out, const Scores &probs, unsigned values, int first) const {
+    __device__ __forceinline__ void pv_blocks(Outputs &out, const Scores &probs, unsigned values, int first) {
         int key = 2 * (lane & 3), row = lane >> 2;
         unsigned start = values + first / 32 * ValueSide::BLOCK_BYTES;
-        if (!batch_invariant && moderate_scales(start)) {
+        if (!any_scales && find_moderate_scales(probs, start)) {
             unsigned pair[2] = {start + key * VALUE_PITCH + view.shift<ValueSide>(key),
                                 start + (key + 1) * VALUE_PITCH + view.shift<ValueSide>(key + 1)};
             pv_moderate_blocks(out, probs, pair);
@@ -565,7 +591,7 @@ struct CodeValues {
 
     // `first`: this warp's first value dim. `scales`: of values, in shared memory.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned scales,
-                                           int first) const {
+                                           int first) {
         if constexpr (ValueSide::HAS_BLOCKS) {
             pv_blocks(out, probs, values, first);
         } else if (view.format == CacheFormat::E4M3) {

@@ -66,7 +66,7 @@ static __device__ __forceinline__ void find_work(WorkIterator<KEYS, false> &work
         work.range = find_cta_range(params, *(RangeScratch *)(dynamic_shared + QUERY_OFFSET));
 }
 
-// `rest`: the dims of keys that are not values, which may be in a tensor of their own.
+// `rest`: the dims of keys that are not values, which may be in a tensor of their own; of records, how they are stored.
 template <class Rest> static __device__ __forceinline__ void run_cta(const AttentionParameters &params,
                                                                      const TensorMap &keys, const Rest &rest) {
     Shared &shared = *(Shared *)dynamic_shared;
@@ -109,8 +109,14 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 #if LISTS
     touch_lists(params);
 #endif
+#if CACHE
+    touch_cache(rest);
+#endif
     WorkIterator<KEYS, false> work = {params, {}, {}, false};
     find_work(work, exchange.scheduled, warp, lane);
+#if CACHE
+    if (threadIdx.x == 0) exchange.key_scale_at = (const float *)rest.key_scales;
+#endif
     if (MULTICAST) {
         hopper::cluster_sync();
     } else {
@@ -130,15 +136,18 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
         if (warp == SCHEDULER_WARP) {
             run_scheduler(shared, work, lane, [](const Piece &) {});
         } else {
+            int index = warp - LOADER_WARP;
 #if CACHE
-            RecordLoader loader = {{params, shared, base, warp - LOADER_WARP, lane}};
+            if (UNLIKELY(rest.key_format == CacheFormat::E4M3))
+                RecordLoader<true>{{params, shared, base, index, lane}}.run();
+            else
+                RecordLoader<false>{{params, shared, base, index, lane}}.run();
 #else
             // Keys per box: a K tile's, or what these and pages are both made of.
             int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
-            const TensorMap &map = warp - LOADER_WARP == VALUE_WARPGROUPS ? rest : keys;
-            Loader loader = {params, map, shared, base, warp - LOADER_WARP, lane, __ffs(box_keys) - 1};
+            const TensorMap &map = index == VALUE_WARPGROUPS ? rest : keys;
+            Loader{params, map, shared, base, index, lane, __ffs(box_keys) - 1}.run();
 #endif
-            loader.run();
         }
 #endif
     } else {
@@ -155,19 +164,18 @@ template <class Rest> static __device__ __forceinline__ void run_cta(const Atten
 } // namespace latent
 
 #if CACHE
-// Modules for caches in another format have its parameters; the format of this one has no choices.
-#define CACHE_PARAMETER , const __grid_constant__ CacheParameters
+#define CACHE_PARAMETER , const __grid_constant__ CacheParameters cache
 #else
 #define CACHE_PARAMETER
 #endif
 extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
 #if CACHE && LISTS
     decode(const __grid_constant__ ListedParameters call CACHE_PARAMETER) {
-    latent::run_cta(call.attention, TensorMap(), KvTensor());
+    latent::run_cta(call.attention, TensorMap(), cache);
 }
 #elif CACHE
     decode(const __grid_constant__ AttentionParameters params CACHE_PARAMETER) {
-    latent::run_cta(params, TensorMap(), KvTensor());
+    latent::run_cta(params, TensorMap(), cache);
 }
 #elif LISTS
     decode(const __grid_constant__ ListedParameters call, const __grid_constant__ KvTensor rest) {

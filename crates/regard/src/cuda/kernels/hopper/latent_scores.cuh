@@ -18,6 +18,9 @@ struct ScoreWarpgroup : Consumer {
 #if LISTS
     unsigned long long present; // keys of the K tile that exist and are seen
 #endif
+#if CACHE
+    float score_scale; // of dot products, with the scale of all keys
+#endif
 
     // The number of this score warpgroup.
     __device__ __forceinline__ int group() const { return SCORE_WARPGROUPS > 1 ? warpgroup - VALUE_WARPGROUPS : 0; }
@@ -71,7 +74,11 @@ struct ScoreWarpgroup : Consumer {
 
     // Dot products become scores, in units of log2; whether some row does not see some key of the K tile.
     __device__ __forceinline__ bool scale_scores(const Tile &tile, int first_key) {
+#if CACHE
+        float scale = score_scale;
+#else
         float scale = params.scale * LOG2_E;
+#endif
 #pragma unroll
         for (int i = 0; i < SCORES; i++) scores[i] = __fmul_rn(scores[i], scale);
         return first_key < tile.every_start || first_key + KEYS > tile.every_end;

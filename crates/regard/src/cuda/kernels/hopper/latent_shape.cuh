@@ -93,6 +93,8 @@ constexpr int RECORD_BYTES = 656, SCALES_BYTE = VALUE_DIM, ROTARY_BYTE = SCALES_
 static_assert(!RECORDS || (ElementType(ELEMENT_TYPE) == ElementType::BF16 && VALUE_DIM == 512 &&
                            ROTARY_BYTE + (HEAD_DIM - VALUE_DIM) * 2 == RECORD_BYTES),
               "the only records");
+// Rows of e4m3 codes of all dims become records whose scales are 1: the scale of all keys multiplies scores and
+// outputs.
 constexpr int STAGE_KEYS = KEYS / 2, STAGE_BYTES = STAGE_KEYS * RECORD_BYTES; // of records
 // CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
 // Keys of lists and records are copied by each of them.
@@ -179,6 +181,8 @@ struct Exchange {
     // Of score warps: what exponents are relative to, and the powers of two that queries were divided by.
     float reference[ROWS], query_scale[ROWS];
     ValueUnits units;
+    const float *key_scale_at; // null if keys are records
+    float key_scale;           // of all keys, beside those of records
 #endif
 };
 #else

@@ -44,14 +44,33 @@ static __device__ __forceinline__ float opaque(float x) {
     return x;
 }
 
+// The state of a row of a tile over its split of the keys, and the outputs.
+static __device__ __forceinline__ float2 *partial_state(const KeySplits &splits, const PrefillTile &tile, int row) {
+    long long at = row_offset(splits.states.strides, tile, tile.head, tile.first_token + row);
+    return (float2 *)((float *)splits.states.pointer + tile.split * splits.state_stride + at);
+}
+static __device__ __forceinline__ float *partial_outputs(const KeySplits &splits, const PrefillTile &tile, int row) {
+    long long at = row_offset(splits.out.strides, tile, tile.head, tile.first_token + row);
+    return (float *)splits.out.pointer + tile.split * splits.out_stride + at;
+}
+
 // Epilogue of a fully masked tile, by one warp.
 static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
-                                                        int lane) {
-    unsigned short *to = (unsigned short *)params.out.pointer + out_offset(params, tile, tile.head, tile.first_token);
+                                                        const KeySplits &splits, int lane) {
+    if (splits.count > 1) {
+        float *to = (float *)partial_state(splits, tile, lane);
 #pragma unroll 1
-    for (int row = 0; row < tile.tokens; row++, to += params.out.strides.token) {
+        for (int row = lane; row < tile.tokens; row += 32, to += 32 * splits.states.strides.token)
+            *(float2 *)to = make_float2(-MAX_FLOAT, 0.0f);
+        return;
+    }
+    int halves = params.out_f32 ? 2 : 1;
+    unsigned short *to =
+        (unsigned short *)params.out.pointer + halves * out_offset(params, tile, tile.head, tile.first_token);
 #pragma unroll 1
-        for (int i = lane; i < params.value_dim; i += 32) to[i] = 0;
+    for (int row = 0; row < tile.tokens; row++, to += halves * params.out.strides.token) {
+#pragma unroll 1
+        for (int i = lane; i < halves * params.value_dim; i += 32) to[i] = 0;
     }
     if (!params.lse.pointer) return;
 #pragma unroll 1
@@ -83,6 +102,8 @@ struct KeyTileRange {
 // row there are two rounds: from the last row's own position (`initial`, or the next non-empty K tile below it) down to
 // `first`, then from `last` down to `initial`. Biases are greatest at a row's own position, so the maxima found there
 // hold; coming from keys far ahead, they would rise with each K tile.
+//
+// If keys are split, each number is one split of the K tiles of a tile.
 template <int ROWS, int KEYS>
 static __device__ __forceinline__ bool find_tile_range(const AttentionParameters &params,
                                                        const PrefillParameters &prefill, unsigned number,
@@ -90,7 +111,8 @@ static __device__ __forceinline__ bool find_tile_range(const AttentionParameters
     int lane = threadIdx.x & 31;
     int &first = range.first, &last = range.last, &initial = range.initial;
     first = 0, last = -1, initial = -1;
-    bool found = find_tile<ROWS>(params, prefill, number, cursor, tile);
+    tile.split = (int)number & (prefill.splits.count - 1);
+    bool found = find_tile(params, prefill, ROWS, number >> prefill.splits.shift, cursor, tile);
     if (found) {
         first = tile.any_start / KEYS;
         last = initial = (tile.any_end - 1) / KEYS;
@@ -98,8 +120,14 @@ static __device__ __forceinline__ bool find_tile_range(const AttentionParameters
             long long key = keys_before(params, tile.seq, tile.seq.offset + tile.first_token + tile.tokens - 1);
             initial = min(last, max(first, (int)max(0ll, min(key, (long long)tile.any_end)) / KEYS));
         }
+        if (prefill.splits.count > 1) {
+            int each = (last - first + prefill.splits.count) >> prefill.splits.shift;
+            first += tile.split * each;
+            last = min(last, first + each - 1);
+            initial = min(max(initial, first), last);
+        }
         const unsigned char *map = FALLBACK ? tile_map_row(prefill, tile, ROWS) : nullptr;
-        if (tile.any_end <= tile.any_start) {
+        if (tile.any_end <= tile.any_start || last < first) {
             last = first - 1;
         } else if (map) {
             // Search for `last`, then for `initial`: a loop, so that the search is compiled once.

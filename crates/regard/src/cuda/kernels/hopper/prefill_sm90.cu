@@ -13,8 +13,10 @@
 // another type than the queries': code_converter.cuh and stored_converter.cuh. Keys with a scale each: key_scales.cuh.
 // Keys that are sums of elements: KEY_TERMS of prefill_sm90_shape.cuh.
 //
-// The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
-// The scale is positive, because maxima are taken before it is applied.
+// If there are few tiles, their keys are split among CTAs, which leave partial states (combine_splits.cu).
+//
+// The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type,
+// or are f32. The scale is positive, because maxima are taken before it is applied.
 #include "hopper/prefill_sm90_loader.cuh"
 #include "hopper/prefill_softmax.cuh"
 #include "hopper/stored_converter.cuh"
@@ -263,9 +265,11 @@ struct Consumer : SoftmaxWarpgroup {
 
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
+        if (prefill.splits.count > 1) return store_partial(facts);
         const PrefillTile tile = facts;
         State states[2] = {{row_max[0], quad_sum(row_sum[0])}, {row_max[1], quad_sum(row_sum[1])}};
         finalize_rows(params, tile, {row(), lane % 4 == 0}, states, out);
+        if (params.out_f32) return store_f32(tile);
         unsigned packed[VALUE_DIM / 4];
         pack_outputs(out, packed);
         // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
@@ -277,6 +281,39 @@ struct Consumer : SoftmaxWarpgroup {
         } else {
             store_rows(params, tile, row(), 0, packed, lane);
         }
+    }
+
+    // This thread among those of the consumers. Read anew, so that nothing that depends on it takes a register of the
+    // main loop.
+    static __device__ __forceinline__ int own_thread() { return opaque((int)threadIdx.x) - 128 * (1 + CONVERTERS); }
+
+    // Stores the upper (0) or the lower (1) of this thread's rows as it is. `quad_lane`: of this thread.
+    template <int ROW> __device__ __forceinline__ void store_row(float *to, int quad_lane) const {
+        to += 2 * quad_lane;
+#pragma unroll
+        for (int j = 0; j < VALUE_DIM / 8; j++)
+            if (!FALLBACK || 8 * j + 2 * quad_lane < params.value_dim)
+                *(float2 *)(to + 8 * j) = make_float2(out[4 * j + 2 * ROW], out[4 * j + 2 * ROW + 1]);
+    }
+
+    // The epilogue's store of f32 outputs.
+    template <int ROW = 0> __device__ __forceinline__ void store_f32(const PrefillTile &tile) const {
+        int thread = own_thread(), own = thread / 32 * 16 + thread % 32 / 4 + 8 * ROW;
+        if (own < tile.tokens)
+            store_row<ROW>((float *)params.out.pointer + out_offset(params, tile, tile.head, tile.first_token + own),
+                           thread % 4);
+        if constexpr (ROW == 0) store_f32<1>(tile);
+    }
+
+    // The epilogue over a split of the keys.
+    template <int ROW = 0> __device__ __forceinline__ void store_partial(const PrefillTile &tile) const {
+        int thread = own_thread(), own = thread / 32 * 16 + thread % 32 / 4 + 8 * ROW;
+        float sum = quad_sum(row_sum[ROW]);
+        if (own < tile.tokens) {
+            if (thread % 4 == 0) *partial_state(prefill.splits, tile, own) = make_float2(row_max[ROW], sum);
+            store_row<ROW>(partial_outputs(prefill.splits, tile, own), thread % 4);
+        }
+        if constexpr (ROW == 0) store_partial<1>(tile);
     }
 
     // The epilogue's store through shared memory: stmatrix, then TMA. Pairs 2 j and 2 j + 1 of outputs are columns
@@ -352,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hopper::prefetch_tensor_map(maps.key);
             hopper::prefetch_tensor_map(maps.value);
         }
-        hopper::prefetch_tensor_map(maps.out);
+        if (!params.out_f32 && prefill.splits.count == 1) hopper::prefetch_tensor_map(maps.out);
     }
     grid_dependency_wait();
     __syncthreads();

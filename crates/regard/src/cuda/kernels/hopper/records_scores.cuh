@@ -45,7 +45,9 @@ struct RecordScores : RecordWeights {
         int thread = threadIdx.x % 128;
         if (group() == 0 && thread < ROWS) exchange.reference[thread] = NO_REFERENCE;
         if (HAS_VALUE_UNITS && group() == 0) begin_units(thread);
+        if (group() == 0 && thread == 0) exchange.key_scale = exchange.key_scale_at ? *exchange.key_scale_at : 1.0f;
         synchronize_all();
+        score_scale = params.scale * LOG2_E * exchange.key_scale;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) row_sum[c] = 0.0f, followed[c] = NO_REFERENCE;
     }

@@ -154,6 +154,7 @@ struct RecordValues : ValueWarpgroup {
     // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
     // `each(dim, output, next output)` for the thread's outputs of the row.
     template <class Store> __device__ __forceinline__ void for_each_row(const Piece &piece, Store store) const {
+        float key_scale = exchange.key_scale;
 #pragma unroll
         for (int c = 0; c < ROWS / 4; c++) {
             int own_lane = opaque(lane), row = c / 2 * 8 + 2 * (own_lane & 3) + c % 2;
@@ -162,7 +163,7 @@ struct RecordValues : ValueWarpgroup {
             store(row, [&](auto each) {
 #pragma unroll
                 for (int i = 0; i < OWN_CHUNKS; i++) {
-                    float unit = HAS_VALUE_UNITS ? exchange.units.of_piece[chunk_of_record(i)] : 1.0f;
+                    float unit = HAS_VALUE_UNITS ? exchange.units.of_piece[chunk_of_record(i)] * key_scale : key_scale;
 #pragma unroll
                     for (int b = 0; b < CHUNK_SUBTILES; b++)
                         each(first_dim + CHUNK_DIMS * i + 64 * b, __fmul_rn(out[i][b][c / 2 * 4 + c % 2], unit),

@@ -52,7 +52,7 @@ struct Scheduler {
             KeyTileRange range;
             bool found = find_tile_range<TILE_ROWS, TILE_KEYS>(params, prefill, number, cursor, tile, range);
             if (found && range.last < range.first) {
-                if (stores_empty) store_empty_tile(params, tile, lane);
+                if (stores_empty) store_empty_tile(params, tile, prefill.splits, lane);
             } else {
                 hopper::mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
                 if (lane == 0) {

@@ -72,7 +72,7 @@ struct Loader {
     __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor,
                                               TileOperands &operands) const {
         PrefillTile tile;
-        bool there = find_tile<TILE_ROWS>(params, prefill, number, cursor, tile);
+        bool there = find_tile(params, prefill, TILE_ROWS, number, cursor, tile);
         if (threadIdx.x % 32 != 0) return;
         operands.valid = there;
         if (!there) return;

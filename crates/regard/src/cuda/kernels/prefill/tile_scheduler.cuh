@@ -20,6 +20,7 @@ struct PrefillTile {
         seq_end;       // keys that some row of the sequence sees: others must not reach P V
     float scale;       // of dot products: the call's, times that of the head's keys
     float value_scale; // of the head's values
+    int split;         // which part of its keys
 };
 
 // The state of a search. Tile numbers only grow, so the next search continues from here.
@@ -78,10 +79,10 @@ static __device__ __forceinline__ void find_scales(const AttentionParameters &pa
     tile.value_scale = head_scale(prefill.value_scales, tile);
 }
 
-// Looks up tile `number` for the whole warp; find_scales finds its scales. False if there is none, nor any after it.
-template <int ROWS> static __device__ __forceinline__ bool find_tile(const AttentionParameters &params,
-                                                                     const PrefillParameters &prefill, unsigned number,
-                                                                     TileCursor &cursor, PrefillTile &tile) {
+// Looks up tile `number` of `rows` rows for the whole warp; find_scales finds its scales. False if there is none, nor
+// any after it.
+static __device__ __forceinline__ bool find_tile(const AttentionParameters &params, const PrefillParameters &prefill,
+                                                 int rows, unsigned number, TileCursor &cursor, PrefillTile &tile) {
     unsigned row_tile;
     if (prefill.tiles > 0) {
         // All sequences have equal lengths. Order: L2 groups of (sequence, key/value head) pairs; within a group the
@@ -108,7 +109,7 @@ template <int ROWS> static __device__ __forceinline__ bool find_tile(const Atten
             unsigned count = 0;
             if (index < params.batch) {
                 int q_len = load_sequence(params, index).q_len;
-                if (q_len >= prefill.min_query_len) count = ((unsigned)q_len + ROWS - 1) / ROWS * heads;
+                if (q_len >= prefill.min_query_len) count = ((unsigned)q_len + rows - 1) / rows * heads;
             }
             unsigned until = count;
 #pragma unroll
@@ -129,12 +130,12 @@ template <int ROWS> static __device__ __forceinline__ bool find_tile(const Atten
         tile.sequence = cursor.sequence;
         tile.seq = load_sequence(params, cursor.sequence);
         unsigned rest = number - cursor.before, row = divide_small(rest, heads);
-        row_tile = ((unsigned)tile.seq.q_len + ROWS - 1) / ROWS - 1 - row;
+        row_tile = ((unsigned)tile.seq.q_len + rows - 1) / rows - 1 - row;
         tile.head = rest - row * heads;
         tile.kv_head = divide_small(tile.head, params.group);
     }
-    tile.first_token = row_tile * ROWS;
-    tile.tokens = min(ROWS, tile.seq.q_len - tile.first_token);
+    tile.first_token = row_tile * rows;
+    tile.tokens = min(rows, tile.seq.q_len - tile.first_token);
     find_key_ranges(params, tile);
     return true;
 }
