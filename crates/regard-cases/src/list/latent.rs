@@ -128,6 +128,7 @@ fn rows_of_656_bytes() -> Vec<Spec> {
 /// bf16 queries over rows of `mla656`, or of codes that have one scale: tiles of 16, 64 and 128
 /// rows, full and not, over keys of several K tiles and over lists of them.
 fn tiles_of_rows(format: DType, granularity: Granularity) -> Vec<Spec> {
+    // Fewer rows over codes stream on a CPU: in another order than over a copy of their values.
     let few = if format == DType::Mla656 { 1 } else { 9 };
     let heads = [(few, 1), (16, 1), (17, 1), (64, 1), (72, 1), (130, 1), (40, 2)];
     let keys = [paged(1), Keys::Batched { slack: 3 }, paged(32), Keys::Ragged { slack: 2 }];

@@ -233,7 +233,7 @@ pub struct PartialSpace {
     pub at: usize,
     /// Its size.
     pub bytes: usize,
-    /// The launch, but for its grid.
+    /// The launch; a call fills in its grid.
     pub combine: Launch,
 }
 

@@ -94,15 +94,11 @@ pub(super) fn of_call(
     let none = KeySplits { count: 1, ..KeySplits::default() };
     let shift = shift(problem, kernel);
     let Some(space) = prefill.partials.filter(|_| shift > 0) else { return (none, None) };
-    let tokens = match problem.queries {
-        QueryStorage::Batched => problem.query_len,
-        QueryStorage::Ragged { total } => total,
-    };
-    let heads = problem.query_heads;
-    // Rows of a ragged batch are counted from the first of all.
-    let (rows, of_sequence) = match problem.queries {
-        QueryStorage::Batched => (problem.batch * tokens * heads, tokens * heads),
-        QueryStorage::Ragged { .. } => (tokens * heads, 0),
+    let (rows, heads) = (problem.rows(), problem.query_heads);
+    let of_sequence = match problem.queries {
+        QueryStorage::Batched => problem.query_len * heads,
+        // Tokens are counted from the first of all sequences.
+        QueryStorage::Ragged { .. } => 0,
     };
     let count = 1 << shift;
     let out_bytes = count * rows * kernel.value_dim * 4;
